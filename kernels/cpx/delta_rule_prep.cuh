@@ -29,10 +29,13 @@ struct delta_prepared {
 
 namespace delta {
 
-struct prep_memory {
+/// g and beta of a head each warp; it comes first where there is nothing else.
+struct prep_gates {
+    float g[4][delta_chunk], beta[4][delta_chunk];
+};
+struct prep_memory : prep_gates {
     char keys[2][2 * panel_bytes]; ///< of two heads; and then an inverse of each warp
     uint4 products[2][10][32];     ///< K K^T, in __half: of block `lower_block(i, j)` a lane's four words
-    float beta[4][delta_chunk];
     barrier full;
 };
 
@@ -217,17 +220,17 @@ __device__ __forceinline__ void write_inverse(uint4 const (*products)[32], float
     }
 }
 
-/// Computes the gates of n tokens by a warp, two tokens a lane. No beta: 1. `beta_shared`: null if it is not wanted.
-__device__ __forceinline__ void compute_gates(float const* g, std::int64_t g_stride, float const* beta,
-                                              std::int64_t beta_stride, int n, delta_gates& to, float* beta_shared) {
+/// Computes the gates of a chunk by a warp, two tokens a lane, of its g and beta.
+__device__ __forceinline__ void compute_gates(float const* g, float const* beta, delta_gates& to) {
     int const lane = threadIdx.x % 32;
-    float own[2], b[2];
+    float2 const decays = *reinterpret_cast<float2 const*>(g + 2 * lane);
+    float2 const betas = *reinterpret_cast<float2 const*>(beta + 2 * lane);
+    float const of[2] = {decays.x, decays.y}, b[2] = {betas.x, betas.y};
+    float own[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        int const token = 2 * lane + i;
-        float const log2_decay = token < n ? g[token * g_stride] * 1.4426950408889634f : 0.0f;
+        float const log2_decay = of[i] * 1.4426950408889634f;
         own[i] = log2_decay < -126.0f ? -126.0f : log2_decay; // minus infinity, too; NaN stays
-        b[i] = token < n ? (beta ? beta[token * beta_stride] : 1.0f) : 0.0f;
     }
     float sum = own[0] + own[1];
 #pragma unroll
@@ -250,7 +253,6 @@ __device__ __forceinline__ void compute_gates(float const* g, std::int64_t g_str
         set(to.until[i], before ? b[0] * power_of_two(at - first) : 0.0f,
             before ? b[1] * power_of_two(at - second) : 0.0f);
     }
-    if (beta_shared) set(beta_shared, b[0], b[1]);
 }
 
 } // namespace delta
@@ -262,9 +264,39 @@ struct delta_prep_input {
     int key_heads, group;            ///< value heads a key head
 };
 
-/// A warpgroup multiplies keys of a chunk by themselves for two key heads; two warps each compute the inverses of one,
-/// of every second value head, or gates alone where nothing is erased. A grid of (chunks at most) * (half of the key
-/// heads, rounded up) blocks of 128 threads.
+/// Returns how many blocks a chunk has: one for two key heads and two value heads of either.
+CPX_HOST_DEVICE constexpr int delta_prep_blocks(int key_heads, int group) {
+    return (key_heads + 1) / 2 * ((group + 1) / 2);
+}
+
+namespace delta {
+
+/// Copies to shared memory g and beta of two value heads of each of two key heads, by 128 threads: four threads read
+/// what lies side by side, or twice two. Where nothing is erased beta is 1; of tokens and heads that there are not, 0.
+template <bool Erases>
+__device__ __forceinline__ void load_gates(delta_prep_input const& in, int first_head, int first_number, int begin,
+                                           int n, prep_gates& to) {
+    int const slot = static_cast<int>(threadIdx.x) % 4, token = static_cast<int>(threadIdx.x) / 4;
+    int const key_head = first_head + slot / 2, number = first_number + slot % 2, head = key_head * in.group + number;
+    bool const head_there = key_head < in.key_heads && number < in.group;
+    float g[2], b[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        int const at = token + 32 * half;
+        bool const there = head_there && at < n;
+        g[half] = there ? in.g.at(begin + at)[head] : 0.0f;
+        b[half] = there ? (Erases ? in.beta.at(begin + at)[head] : 1.0f) : 0.0f;
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+        to.g[slot][token + 32 * half] = g[half], to.beta[slot][token + 32 * half] = b[half];
+}
+
+} // namespace delta
+
+/// A warpgroup multiplies keys of a chunk by themselves for two key heads; a warp each computes the inverses of two
+/// value heads of either, or gates alone where nothing is erased. A grid of (chunks at most) * `delta_prep_blocks`
+/// blocks of 128 threads.
 template <bool Erases>
 static __global__ void __launch_bounds__(128, 5)
     delta_rule_prep(__grid_constant__ CUtensorMap const keys, delta_prep_input const in, delta_prepared const to) {
@@ -277,8 +309,9 @@ static __global__ void __launch_bounds__(128, 5)
         cutlass::arch::fence_barrier_init();
     }
     wait_for_previous_kernel();
-    int const pairs = (in.key_heads + 1) / 2, chunk = static_cast<int>(blockIdx.x) / pairs,
-              first_head = static_cast<int>(blockIdx.x) % pairs * 2, tile = warp / 2, key_head = first_head + tile;
+    int const blocks = delta_prep_blocks(in.key_heads, in.group), pairs = (in.group + 1) / 2;
+    int const chunk = static_cast<int>(blockIdx.x) / blocks, block = static_cast<int>(blockIdx.x) % blocks;
+    int const first_head = block / pairs * 2, first_number = block % pairs * 2;
     if (chunk >= in.plan.totals[0]) return;
     delta_sequence const sequence = in.plan.sequences[delta_sequence_of(in.plan, chunk)];
     int const begin = sequence.chunk_begin(chunk - sequence.first_chunk);
@@ -288,51 +321,39 @@ static __global__ void __launch_bounds__(128, 5)
         load_panels<2>(keys, memory.full, memory.keys[0], 128 * first_head, begin);
         load_panels<2>(keys, memory.full, memory.keys[1], 128 * first_head + 128, begin);
     }
-    std::int64_t const place = (std::int64_t{chunk} * in.key_heads + key_head) * in.group;
-    int const first = warp % 2, heads = key_head < in.key_heads ? in.group : 0;
-    auto const write_gates = [&](int number) {
-        int const head = key_head * in.group + number;
-        compute_gates(in.g.at(begin) + head, in.g.stride, Erases ? in.beta.at(begin) + head : nullptr, in.beta.stride,
-                      n, to.gates[place + number], Erases ? memory.beta[warp] : nullptr);
-    };
-    if constexpr (!Erases) {
-        for (int number = first; number < heads; number += 2) write_gates(number);
-        return;
-    }
-    if (first < heads) write_gates(first); // while keys come
+    load_gates<Erases>(in, first_head, first_number, begin, n, memory);
     __syncthreads();
+    int const tile = warp / 2, key_head = first_head + tile, number = first_number + warp % 2;
+    bool const there = key_head < in.key_heads && number < in.group;
+    std::int64_t const place = (std::int64_t{chunk} * in.key_heads + key_head) * in.group + number;
+    if (there) compute_gates(memory.g[warp], memory.beta[warp], to.gates[place]); // while keys come
+    if constexpr (!Erases) return;
     wait(memory.full, 0);
     if (n < delta_chunk) {
-        clear_rows(memory.keys[tile] + first * panel_bytes, n);
+        clear_rows(memory.keys[tile] + warp % 2 * panel_bytes, n);
         cutlass::arch::fence_view_async_shared();
         __syncthreads();
     }
     multiply_keys_by_keys(memory.keys, memory.products);
     __syncthreads();
-    char* const triangle = memory.keys[tile] + first * panel_bytes;
+    if (!there) return;
+    char* const triangle = memory.keys[tile] + warp % 2 * panel_bytes;
     // 8 x 8 blocks on the diagonal: where the triangle has the zeros that memory leaves out
-    auto* const blocks = reinterpret_cast<__half(*)[8]>(triangle + half_panel);
+    auto* const squares = reinterpret_cast<__half(*)[8]>(triangle + half_panel);
     for (int i = lane; i < 512; i += 32)
         if (i % 8 > i / 64 && (i % 8 < 4 || i / 8 >= 32))
             *reinterpret_cast<uint4*>(triangle + in_triangle(i / 8, i % 8)) = make_uint4(0, 0, 0, 0);
-    for (int number = first; number < heads; number += 2) {
-        if (number > first) {
-            write_gates(number);
-            if (lane == 0) cute::tma_store_wait<0>(); // the inverse before has been read
-        }
-        __syncwarp();
-        write_inverse(memory.products[tile], memory.beta[warp], blocks, triangle);
-        cutlass::arch::fence_view_async_shared();
-        __syncwarp();
-        if (lane == 0) {
-            char* const inverse = to.inverse + (place + number) * triangle_bytes;
-            cute::SM90_BULK_COPY_S2G::copy(triangle, inverse, half_panel);
-            cute::SM90_BULK_COPY_S2G::copy(triangle + half_panel + half_panel / 2, inverse + half_panel,
-                                           half_panel / 2);
-            cute::tma_store_arrive();
-        }
+    __syncwarp();
+    write_inverse(memory.products[tile], memory.beta[warp], squares, triangle);
+    cutlass::arch::fence_view_async_shared();
+    __syncwarp();
+    if (lane == 0) {
+        char* const inverse = to.inverse + place * triangle_bytes;
+        cute::SM90_BULK_COPY_S2G::copy(triangle, inverse, half_panel);
+        cute::SM90_BULK_COPY_S2G::copy(triangle + half_panel + half_panel / 2, inverse + half_panel, half_panel / 2);
+        cute::tma_store_arrive();
+        cute::tma_store_wait<0>();
     }
-    if (lane == 0) cute::tma_store_wait<0>();
 #endif
 }
 

@@ -169,8 +169,9 @@ kernels::delta_walk launch_delta_prepared(gated_delta_rule_shape const& shape, g
         nullptr};
     launch_delta_plan(shape, in, space, workspace, stream, here);
     if (made) return walk;
-    launch_hopper(kernels::delta_rule_prep<Erases>, space.chunks * ((shape.key_heads + 1) / 2), 128,
-                  Erases ? sizeof(kernels::delta::prep_memory) : 0, stream, "delta_rule_prep", here, k,
+    launch_hopper(kernels::delta_rule_prep<Erases>, space.chunks * kernels::delta_prep_blocks(key_heads, group), 128,
+                  Erases ? sizeof(kernels::delta::prep_memory) : sizeof(kernels::delta::prep_gates), stream,
+                  "delta_rule_prep", here, k,
                   kernels::delta_prep_input{walk.plan, delta_view(in.g), delta_view(in.beta), key_heads, group},
                   walk.prepared);
     return walk;
