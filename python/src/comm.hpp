@@ -2,6 +2,8 @@
 // One rank's end of a group, of whatever transport, as Python has it.
 #pragma once
 
+#include "expert_lists.hpp"
+
 #include <cpx/core/activation.hpp>
 #include <cpx/transport/threads.hpp>
 #include <cpx/transport/transport_ref.hpp>
@@ -49,6 +51,15 @@ struct attention_objects {
     nb::handle dout = nb::none(), dq = nb::none(), dk = nb::none(), dv = nb::none();
 };
 
+/// The exchange of a batch's choices between the ranks of its tokens and those of its experts. Calls are collective.
+class experts_of_batch {
+public:
+    virtual ~experts_of_batch() = default;
+    virtual expert_lists const& lists() const = 0;
+    virtual void to_experts(nb::handle x, nb::handle out) = 0;
+    virtual void to_tokens(nb::handle x, nb::handle out) = 0;
+};
+
 /// The operators of ranks whose arrays are on devices. Each works in the current stream of the arrays' framework, and
 /// throws `cpx::error` before anything moves if an array does not fit or is elsewhere.
 class device_operators {
@@ -58,6 +69,8 @@ public:
     virtual void convolve_backward(halo_value const& before, convolution_objects const& o, cpx::activation act) = 0;
     virtual void recur(std::string_view name, bool back, carry_value const& plan, recurrence_objects const& o) = 0;
     virtual void attend(attention_objects const& o, bool back) = 0;
+    /// See `cpx::expert_exchange`. What it returns ends before its communicator.
+    virtual std::unique_ptr<experts_of_batch> share(nb::handle chosen, cpx::index_t experts, nb::handle places) = 0;
 
 protected:
     ~device_operators() = default;

@@ -19,52 +19,71 @@ namespace binding {
 
 namespace {
 
-/// The exchange of a batch's choices, with the transport that it moves rows by.
-class experts_value {
+constexpr char const* where = "expert_exchange";
+
+class experts_on_host final : public experts_of_batch {
 public:
-    experts_value(nb::object chosen_, index_t experts, nb::object places_, std::shared_ptr<communicator> comm)
-        : comm_(std::move(comm)), transport_(comm_->host(where)) {
+    experts_on_host(nb::object chosen_, index_t experts, nb::object places_, communicator& comm)
+        : comm_(comm), transport_(comm.host(where)) {
         array const chosen = read(where, "chosen", chosen_);
         auto const list = rows_of<index_t>(chosen);
         auto const places = integers(where, "places", places_);
-        call const now(where, *comm_);
+        call const now(where, comm_);
         made_ = std::make_unique<cpx::expert_exchange<cpx::transport_ref>>(list, experts, places, transport_);
+        lists_ = lists_of(*made_);
     }
 
-    cpx::expert_exchange<cpx::transport_ref> const& of() const { return *made_; }
-
-    void to_experts(nb::object x_, nb::object out_) const {
+    expert_lists const& lists() const override { return lists_; }
+    void to_experts(nb::handle x_, nb::handle out_) override {
         char const* const name = "ExpertExchange.to_experts";
-        array const x = read(name, "x", x_), out = written(name, "out", out_);
+        array const x = read(name, "x", nb::borrow(x_)), out = written(name, "out", nb::borrow(out_));
         with_number(x, [&]<class T>(of_type<T>) {
             auto const from = rows_of<T>(x);
             auto const to = rows_to<T>(out);
             auto const here = cpx::caller::here();
-            cpx::detail::require_shape(name, "out", to, of().count(), to.width(), here);
-            call const now(name, *comm_);
-            auto const rows = of().to_experts<T>(from, to.width());
+            cpx::detail::require_shape(name, "out", to, lists_.begins.back(), to.width(), here);
+            call const now(name, comm_);
+            auto const rows = made_->to_experts<T>(from, to.width());
             cpx::detail::copy_rows<T>(rows.view(), to);
         });
     }
-    void to_tokens(nb::object x_, nb::object out_) const {
+    void to_tokens(nb::handle x_, nb::handle out_) override {
         char const* const name = "ExpertExchange.to_tokens";
-        array const x = read(name, "x", x_), out = written(name, "out", out_);
+        array const x = read(name, "x", nb::borrow(x_)), out = written(name, "out", nb::borrow(out_));
         with_number(x, [&]<class T>(of_type<T>) {
             auto const from = rows_of<T>(x);
             auto const to = rows_to<T>(out);
-            call const now(name, *comm_);
-            of().to_tokens<T>(from, to);
+            call const now(name, comm_);
+            made_->to_tokens<T>(from, to);
         });
     }
 
 private:
-    static constexpr char const* where = "expert_exchange";
-    std::shared_ptr<communicator> comm_;
+    communicator& comm_;
     cpx::transport_ref transport_;
     std::unique_ptr<cpx::expert_exchange<cpx::transport_ref>> made_;
+    expert_lists lists_;
 };
 
-std::vector<index_t> list(std::span<index_t const> numbers) { return {numbers.begin(), numbers.end()}; }
+/// The exchange of a batch's choices, and the communicator that it moves rows by.
+class experts_value {
+public:
+    experts_value(nb::object chosen, index_t experts, nb::object places, std::shared_ptr<communicator> comm)
+        : comm_(std::move(comm)) {
+        if (auto* const there = comm_->on_device())
+            made_ = there->share(chosen, experts, places);
+        else
+            made_ = std::make_unique<experts_on_host>(chosen, experts, places, *comm_);
+    }
+
+    expert_lists const& of() const { return made_->lists(); }
+    void to_experts(nb::object x, nb::object out) const { made_->to_experts(x, out); }
+    void to_tokens(nb::object x, nb::object out) const { made_->to_tokens(x, out); }
+
+private:
+    std::shared_ptr<communicator> comm_;
+    std::unique_ptr<experts_of_batch> made_;
+};
 
 } // namespace
 
@@ -75,21 +94,22 @@ the ranks that have the tokens and those that own the experts. Rank r of W owns 
         .def(nb::init<nb::object, index_t, nb::object, std::shared_ptr<communicator>>(), "chosen"_a, "experts"_a,
              "places"_a, "comm"_a,
              R"(chosen: (tokens, choices) int64 of this rank, experts from 0, each once a token; places: where the
-tokens stand in the batch, sharding.global_rows(rank). comm: the ranks that share the experts. Collective.)")
-        .def_prop_ro("experts", [](experts_value const& e) { return e.of().experts(); })
+tokens stand in the batch, sharding.global_rows(rank). comm: the ranks that share the experts; on devices chosen is
+there, too, and the host waits for it. Collective.)")
+        .def_prop_ro("experts", [](experts_value const& e) { return e.of().experts; })
         .def_prop_ro(
-            "own", [](experts_value const& e) { return std::pair(e.of().own().first, e.of().own().last); },
+            "own", [](experts_value const& e) { return std::pair(e.of().own.first, e.of().own.last); },
             "The experts of this rank: (first, behind the last).")
         .def_prop_ro(
-            "begins", [](experts_value const& e) { return to_numpy(list(e.of().begins())); },
+            "begins", [](experts_value const& e) { return to_numpy(e.of().begins); },
             "Where the rows of each own expert begin, and behind the last one's: (own + 1,) int64.",
             nb::rv_policy::move)
         .def_prop_ro(
-            "count", [](experts_value const& e) { return e.of().count(); }, "The rows of the own experts.")
-        .def_prop_ro("tokens", [](experts_value const& e) { return e.of().tokens(); })
-        .def_prop_ro("choices", [](experts_value const& e) { return e.of().choices(); })
+            "count", [](experts_value const& e) { return e.of().begins.back(); }, "The rows of the own experts.")
+        .def_prop_ro("tokens", [](experts_value const& e) { return e.of().tokens; })
+        .def_prop_ro("choices", [](experts_value const& e) { return e.of().choices; })
         .def_prop_ro(
-            "places", [](experts_value const& e) { return to_numpy(list(e.of().places())); },
+            "places", [](experts_value const& e) { return to_numpy(e.of().places); },
             "The place in the batch of every row's token: (count,) int64.", nb::rv_policy::move)
         .def("_to_experts", &experts_value::to_experts, "x"_a, "out"_a)
         .def("_to_tokens", &experts_value::to_tokens, "x"_a, "out"_a);

@@ -421,6 +421,73 @@ def test_attention_is_compiled_checkpointed_and_captured(comm):
         assert torch.equal(y, f(x, *plans, comm))
 
 
+# experts
+
+
+def mix(of, sharding, chosen, experts, x, scale, upstream):
+    """Returns rows at their experts, what comes back of them, each by its expert's number, and gradients."""
+    own = torch.from_numpy(sharding.global_rows(of.rank)).to(chosen.device)
+    at = ct.ExpertExchange(chosen[own], experts, sharding.global_rows(of.rank), of)
+    rows = at.to_experts(x)
+    first, last = at.own
+    of_row = scale[first:last].repeat_interleave(torch.from_numpy(at.begins).diff().to(scale.device))
+    y = at.to_tokens(rows * of_row[:, None].to(rows.dtype))
+    (dx,) = torch.autograd.grad(y, x, upstream)
+    again = at.to_experts(y.detach(), x.shape[1])
+    return at, rows, y, dx, again
+
+
+@pytest.mark.parametrize("dtype", floats)
+def test_experts_see_the_rows_of_the_host_and_give_them_back_with_their_gradients(comm, dtype):
+    experts, choices = 6 * world, 3
+    for batch in batches:
+        chosen = numbers(batch.tokens, experts, seed=1).argsort(1)[:, :choices].contiguous()
+        x, upstream = numbers(batch.tokens, 10), numbers(batch.tokens, choices, 10, seed=2)
+        x, upstream = rounded(x, dtype), rounded(upstream, dtype)
+        scale = 2.0 ** (torch.arange(experts) % 3)  # by which every product is exact
+        at, *right = on_one_rank(
+            lambda one: mix(
+                one, cpx.shard(batch, cpx.sequential(1)), chosen, experts, x.clone().requires_grad_(), scale, upstream
+            )
+        )
+        begins = at.begins
+        for layout in layouts():
+            sharding = cpx.shard(batch, layout)
+            own = torch.from_numpy(sharding.global_rows(rank))
+            mine, rows, y, dx, again = mix(
+                comm, sharding, chosen.to(device), experts, share(sharding, x, dtype), scale.to(device),
+                share(sharding, upstream, dtype).detach()
+            )
+            first, last = mine.own
+            assert (first, last) == (6 * rank, 6 * rank + 6)
+            assert (mine.begins == begins[first:last + 1] - begins[first]).all()
+            here = slice(begins[first], begins[last])
+            assert (mine.places == at.places[here]).all()
+            assert torch.equal(rows.cpu().double(), right[0][here]) and torch.equal(y.cpu().double(), right[1][own])
+            assert torch.equal(again.cpu().double(), right[3][here])
+            near("dx", dx, right[2][own], within[dtype])
+    comm.wait()
+
+
+def test_experts_are_compiled_and_checkpointed(comm):
+    batch, experts = batches[2], 2 * world
+    sharding = cpx.shard(batch, cpx.zigzag(world))
+    x = share(sharding, numbers(batch.tokens, 8).float())
+
+    def f(x, at):
+        return at.to_tokens(at.to_experts(x).square()).sum(1)
+
+    compiled = torch.compile(f, backend="aot_eager", fullgraph=True, dynamic=True)
+    for seed in range(2):
+        chosen = share(sharding, numbers(batch.tokens, experts, seed=seed).argsort(1)[:, :2])
+        at = ct.ExpertExchange(chosen, experts, sharding.global_rows(rank), comm)
+        right = f(x, at)
+        (dx,) = torch.autograd.grad(right.sum(), x)
+        assert torch.equal(right, 2 * x.square()) and torch.equal(dx, 4 * x)
+        for y in (compiled(x, at), torch.utils.checkpoint.checkpoint(f, x, at, use_reentrant=False)):
+            assert torch.equal(y, right) and torch.equal(torch.autograd.grad(y.sum(), x)[0], dx)
+
+
 # what needs no other rank
 
 
@@ -776,9 +843,23 @@ def wrong_calls(comm):
             ct.attention_plan(s, keys, cpx.AttentionHeads(2, 2, 257), comm), comm
         )
     )
-    yield "expert_exchange: communicator: expected one of ranks on the host.*got one on cuda", (
-        lambda: cpx.ExpertExchange(torch.zeros(rows, 1, dtype=torch.int64), world, s.global_rows(rank), comm.of)
+    chosen = torch.zeros(rows, 1, dtype=torch.int64, device=device)
+    places = s.global_rows(rank)
+    for make, of in ((ct.ExpertExchange, comm), (cpx.ExpertExchange, comm.of)):
+        yield "expert_exchange: device of chosen: expected cuda.*got cpu", (
+            lambda make=make, of=of: make(chosen.cpu(), world, places, of)
+        )
+        yield "expert_exchange: dtype of chosen: expected int64, got int32", (
+            lambda make=make, of=of: make(chosen.int(), world, places, of)
+        )
+    yield "expert_exchange: places: expected", lambda: ct.ExpertExchange(chosen, world, places[:-1], comm)
+    at = ct.ExpertExchange(chosen, world, places, comm)
+    yield "ExpertExchange.to_experts: device of x", lambda: at.to_experts(x.cpu())
+    yield "ExpertExchange.to_experts: dtype of x: expected float32, bfloat16, float16, got float64", (
+        lambda: at.to_experts(x.double())
     )
+    yield "expert_exchange::to_experts: x: |expert_exchange::to_experts: shape of x", lambda: at.to_experts(x[1:])
+    yield "ExpertExchange.to_tokens: device of x", lambda: at.to_tokens(x.cpu())
     yield "shift_rows: memory of x: expected the host's", (
         lambda: ct.shift_rows(x, ct.halo(s, comm, 1, "after"), comm)
     )

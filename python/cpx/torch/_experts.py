@@ -78,11 +78,12 @@ _scatter_op = operator(
 class ExpertExchange(_Held):
     """The rows of tokens, one for each expert that a token chose, between the tokens' ranks and the experts' owners.
 
-    chosen: (tokens, choices) int64 of this rank, each expert once a token; places: where the tokens stand
+    chosen: (tokens, choices) int64 of this rank on its device, each expert once a token; places: where the tokens stand
     in the batch, sharding.global_rows(rank); comm: the ranks that share the experts. Rank r of W owns the experts from
     r * experts / W on, `own`. `begins`, of NumPy, says where the rows of each own expert begin, and behind the last
     one's, which is `count`; `places` where their tokens stand in the batch.
-    Its making and its calls are collective: make it outside of what is compiled.
+    Its making and its calls are collective, and on devices the host waits in them: make it outside of what is compiled;
+    no graph captures its calls. On devices they are of the stream that was current when it was made.
     """
 
     def __init__(self, chosen, experts, places, comm):

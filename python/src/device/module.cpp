@@ -218,7 +218,43 @@ public:
         attend_on(there(), c, back);
     }
 
+    std::unique_ptr<experts_of_batch> share(nb::handle chosen_, index_t experts, nb::handle places_) override {
+        char const* const where = "expert_exchange";
+        tensor const chosen = reader(where, device_)("chosen", chosen_);
+        auto const places = integers(where, "places", nb::borrow(places_));
+        auto made = [&] {
+            call const now(where, *this);
+            return share_on(there(), chosen, experts, places);
+        }();
+        return std::make_unique<rank_experts>(*this, std::move(made));
+    }
+
 private:
+    class rank_experts final : public experts_of_batch {
+    public:
+        rank_experts(nccl_rank& comm, std::unique_ptr<device_experts> made) : comm_(comm), made_(std::move(made)) {}
+        expert_lists const& lists() const override { return made_->lists(); }
+        void to_experts(nb::handle x, nb::handle out) override {
+            run("ExpertExchange.to_experts", x, out, &device_experts::to_experts);
+        }
+        void to_tokens(nb::handle x, nb::handle out) override {
+            run("ExpertExchange.to_tokens", x, out, &device_experts::to_tokens);
+        }
+
+    private:
+        void run(char const* where, nb::handle x_, nb::handle out_,
+                 void (device_experts::*move)(tensor const&, tensor const&)) {
+            reader const read(where, comm_.device_);
+            tensor const x = read("x", x_), out = read("out", out_);
+            call const now(where, comm_);
+            comm_.there();
+            ((*made_).*move)(x, out);
+        }
+
+        nccl_rank& comm_;
+        std::unique_ptr<device_experts> made_;
+    };
+
     device_group& there() const {
         require_there(*group_);
         return *group_;

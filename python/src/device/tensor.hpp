@@ -2,6 +2,7 @@
 // Arguments of operators on devices, as nvcc's sources and those of the binding both know them.
 #pragma once
 
+#include "../expert_lists.hpp"
 #include "../strided.hpp"
 
 #include <cpx/core/activation.hpp>
@@ -88,6 +89,15 @@ struct rotary_call {
     bool back = false;
 };
 
+/// The exchange of a batch's choices, in the stream in which it was made.
+class device_experts {
+public:
+    virtual ~device_experts() = default;
+    virtual expert_lists const& lists() const = 0;
+    virtual void to_experts(tensor const& x, tensor const& out) = 0;
+    virtual void to_tokens(tensor const& x, tensor const& out) = 0;
+};
+
 /// One rank of an NCCL communicator, whose tensors are on its device: what it has prepared, and its stream.
 class device_group;
 
@@ -117,6 +127,9 @@ void convolve_backward_on(device_group& g, halo_value const& before, convolution
 void attend_on(device_group& g, attention_call const& c, bool back);
 /// The gated delta rule of five inputs, a decay a head of four.
 void recur_on(device_group& g, carry_value const& plan, state_call const& c, bool back);
+/// chosen: (tokens, choices) int64; places: one a token, on the host. Waits for the device. It ends before `g`.
+std::unique_ptr<device_experts> share_on(device_group& g, tensor const& chosen, index_t experts,
+                                         std::vector<index_t> const& places);
 void rotate_on(framework& from, int device, rotary_call const& c);
 
 } // namespace binding
