@@ -324,7 +324,6 @@ static __global__ void __launch_bounds__(512, 1)
                     delta_walk const in, delta_output const to) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     using namespace delta;
-    constexpr int stages = static_cast<int>(main_memory<Erases>::stages);
     auto& memory = shared_memory<main_memory<Erases>>();
     begin_main<Erases>(memory);
     if (!to.after_state) wait_for_previous_kernel();
