@@ -147,11 +147,12 @@ __device__ __forceinline__ void back_walk<Halves>::make_p() const {
         wait(memory.inverse_full[a.at], a.parity);
         std::uint32_t words[16];
         compute_p<true>(memory.queries[r.at], memory.keys[r.at], memory.inverse[a.at], memory.gates[r.at], in.scale,
-                        words, [&] { wait(memory.p_empty[p.at], p.parity ^ 1); });
+                        words, [] {}); // awaiting p_empty there would cost registers that are not left
         if constexpr (!both) {
             arrive_warp(memory.inverse_empty[a.at]);
             arrive_warp(memory.empty[r.at]);
         }
+        wait(memory.p_empty[p.at], p.parity ^ 1);
         store_operand(words, memory.p[p.at]);
         cutlass::arch::fence_view_async_shared();
         arrive_warp(memory.p_full[p.at]);
