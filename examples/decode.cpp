@@ -3,7 +3,9 @@
 // come one by one after it must be those that transformers computes of whole sequences, whatever the strategy.
 
 #include "common/command_line.hpp"
+#include "common/figures.hpp"
 #include "qwen/host.hpp"
+#include "qwen/tokens.hpp"
 
 #include <cpx/ops/attention_cache.hpp>
 #include <cpx/ops/decode.hpp>
@@ -241,10 +243,7 @@ int main(int argc, char** argv) {
         cpx::qwen_checkpoint<double> const model(directory);
         cpx::require(!model.config.multimodal(), "--model", "model", "one of text", "one of images and videos");
         cpx::safetensors const file(reference);
-        auto const ids = file.read<index_t>("input_ids", {-1});
-        auto const whole = examples::blame(file.where(), [&] {
-            return cpx::thd::from_offsets(file.read<index_t>("cu_seqlens", {-1}), std::ssize(ids));
-        });
+        auto const [whole, ids] = qwen::read_tokens(file, model.config);
         auto const expected = file.read<double>("logprobs", {whole.tokens()});
         std::printf("%d ranks; of %lld tokens the last %lld of each sequence one by one\n\n%-18s %-12s %-10s %s\n", of,
                     static_cast<long long>(whole.tokens()), static_cast<long long>(tokens), "prefill", "recurrence",
@@ -257,7 +256,8 @@ int main(int argc, char** argv) {
                     auto const found = decode(model, whole, ids, of, tokens, how);
                     double delta = 0;
                     for (std::size_t i = 0; i < found.size(); ++i)
-                        delta = std::max(delta, std::abs(found[i] - expected[i]));
+                        delta = std::max(delta, examples::number(std::abs(found[i] - expected[i]), file.where(),
+                                                                 "log-probability " + std::to_string(i)));
                     equal = equal && delta <= 1e-9;
                     std::printf("%-18s %-12s %-10s %.1e\n", layout, recurrence, heads ? "by heads" : "by tokens",
                                 delta);

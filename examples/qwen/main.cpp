@@ -3,6 +3,7 @@
 // over ranks, must give the log-probabilities that transformers gives, whatever the strategy.
 
 #include "outcome.hpp"
+#include "tokens.hpp"
 
 #include "../common/command_line.hpp"
 #include "../common/figures.hpp"
@@ -124,15 +125,7 @@ void read_media(cpx::safetensors const& file, cpx::hf_config const& config, qwen
 
 /// Returns the packed batch of a reference file and checks it against the model.
 qwen::input read_input(cpx::safetensors const& file, cpx::hf_config const& config, options const& o) {
-    auto const ids = file.read<cpx::index_t>("input_ids", {-1});
-    auto const offsets = file.read<cpx::index_t>("cu_seqlens", {-1});
-    auto const batch = examples::blame(file.where(), [&] { return cpx::thd::from_offsets(offsets, std::ssize(ids)); });
-    cpx::require(batch.tokens() == std::ssize(ids), file.where().c_str(), "last offset in cu_seqlens",
-                 "the number of input_ids, " + std::to_string(ids.size()), batch.tokens());
-    for (std::size_t i = 0; i < ids.size(); ++i)
-        if (ids[i] < 0 || ids[i] >= *config.vocab_size)
-            throw cpx::error(file.where(), "token id " + std::to_string(i),
-                             "0 to " + std::to_string(*config.vocab_size - 1), std::to_string(ids[i]));
+    auto const [batch, ids] = qwen::read_tokens(file, config);
     qwen::input in{batch, ids, {}, {}, o.features == "by_item" ? qwen::tower::by_item : qwen::tower::replicated, {}};
     read_media(file, config, in);
     return in;
