@@ -572,9 +572,10 @@ def mean_token_loss_backward(sharding: Sharding, rank: int, loss, labels, like, 
 class ExpertExchange(_ext.ExpertExchange):
     """The rows of tokens, one for each expert that a token chose, between the tokens' ranks and the experts' owners.
 
-    chosen: (tokens, choices) int64 of this rank, each expert once a token; places: where the tokens stand in the batch,
-    sharding.global_rows(rank); comm: the ranks that share the experts. Rank r of W owns the experts from
-    r * experts / W on. Its making and its calls are collective. `begins` says where the rows of each own expert begin.
+    chosen: (tokens, choices) int64 of this rank, each expert once a token, on a device rows side by side; places: where
+    the tokens stand in the batch, sharding.global_rows(rank); comm: the ranks that share the experts. Rank r of W owns
+    the experts from r * experts / W on. Its making and its calls are collective. `begins` says where the rows of each
+    own expert begin.
     """
 
     def to_experts(self, x, width=None, out=None):
@@ -582,7 +583,10 @@ class ExpertExchange(_ext.ExpertExchange):
 
         x: (tokens, width), the same for all choices of a token; or, with `width`, (tokens, choices * width).
         """
-        width = width or math.prod(_shape("ExpertExchange.to_experts", "x", x)[1:])
+        where = "ExpertExchange.to_experts"
+        require(width is None or width >= 0, where, "width", "at least 0", width)
+        shape = _shape(where, "x", x)
+        width = math.prod(shape[1:]) if width is None else width
         y = _result(x, out, (self.count, width))
         self._to_experts(x, y)
         return finish(x, y)

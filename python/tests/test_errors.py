@@ -134,6 +134,10 @@ mistakes = {
         lambda: cpx.attention(one(), cpx.replicated(1, batch), 0, *[np.zeros((20, 1, 2))] * 3, (0, 1, 2)),
         "attention: query heads: expected at least 1, got 0",
     ),
+    "rows of less than nothing for experts": (
+        lambda: cpx.ExpertExchange(np.zeros((20, 1), int), 4, np.arange(20), alone()).to_experts(np.ones((20, 4)), -4),
+        "ExpertExchange.to_experts: width: expected at least 0, got -4",
+    ),
     "experts that are none": (
         lambda: cpx.ExpertExchange(np.full((20, 1), 4), 4, np.arange(20), alone()),
         "expert_exchange: chosen expert: expected 0 to 3, got 4",

@@ -578,6 +578,7 @@ def wrong_calls(comm):
     yield "expert_exchange: dtype of chosen.*float32", lambda: ct.ExpertExchange(x[:, :1], 2, range(10), comm)
     yield "ExpertExchange.to_experts: x: expected an array of rows", lambda: at.to_experts(torch.tensor(1.0))
     yield "expert_exchange::to_experts: .*x", lambda: at.to_experts(x[1:])
+    yield "ExpertExchange.to_experts: width: expected at least 0, got -4", lambda: at.to_experts(x, -4)
     yield "expert_exchange::to_tokens: .*x", lambda: at.to_tokens(x[1:])
     yield "ExpertExchange.to_tokens: device of x", lambda: at.to_tokens(x.to("meta"))
     yield "ExpertExchange.to_experts: experts.*is gone", lambda: torch.ops.cpx.to_experts(x, [10, 4], 10, 1, -1)

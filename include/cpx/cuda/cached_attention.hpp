@@ -102,9 +102,10 @@ void require_cached(cached_rows<T> const& of, caller here) {
 /// Writes o and, if it is memory, lse, of every query; where it sees nothing, 0 and minus infinity. Out: T, or float.
 ///
 /// A query's keys are taken in stretches, whose length depends on their number and which are joined in their order: its
-/// bits depend on nothing but itself and what it sees. Reads the cache once for every 8 query heads that read a key
-/// head. Elements of 16 bits are multiplied on tensor cores, by weights to some 16 bits or more, where `dim` is a
-/// multiple of 8, rows begin at multiples of 16 bytes, and code and GPU are of sm_80 or later.
+/// bits depend on nothing but itself, what it sees and how they are multiplied. Reads the cache once for every 8 query
+/// heads that read a key head. Elements of 16 bits are multiplied on tensor cores, by weights to some 16 bits or more,
+/// where `dim` is a multiple of 8, rows of q, k and v all begin at multiples of 16 bytes, and code and GPU are of sm_80
+/// or later; without them the same numbers have other bits.
 template <gpu_number T, gpu_number Out>
 void attend_over_cache(cached_rows<T> const& of, std::vector<cached_query> const& queries, rows<Out> o, rows<float> lse,
                        caller here = caller::here()) {

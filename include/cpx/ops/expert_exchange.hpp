@@ -31,7 +31,8 @@ class expert_exchange {
     using M = rank_memory_of<Comm>;
 
 public:
-    /// chosen: (tokens, choices) of this rank, experts from 0, each once a token; any numbers of tokens, none included.
+    /// chosen: (tokens, choices) of this rank, experts from 0, each once a token; any numbers of tokens, none included;
+    /// in a device's memory rows side by side.
     /// places: where the rank's tokens stand in the batch, no two ranks' alike: `global_rows(sharding, rank)`; of ranks
     /// with several batches, as under data parallelism, add where theirs begins among all. comm: the ranks that share
     /// the experts.

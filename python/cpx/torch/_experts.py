@@ -37,7 +37,7 @@ def _save_gather(ctx, args, y):
 
 
 def _gather_gradient(ctx, dy):
-    """The gradient of a row that all choices of a token share is the sum of theirs, in their order."""
+    """The gradient of a row that all choices of a token share is the sum of theirs, in an order that torch chooses."""
     dx = _gather_back(dy, [ctx.tokens, ctx.choices, dy.shape[1]], ctx.at)
     if math.prod(ctx.shape[1:]) == dy.shape[1]:
         dx = dx.sum(1)
@@ -99,12 +99,14 @@ class ExpertExchange(_Held):
     def to_experts(self, x, width=None):
         """Brings rows to the owners: (count, width), experts ascending, of one expert in the order of the batch.
 
-        x: (tokens, width), the same for all choices of a token, whose gradients are added; or, with `width`,
-        (tokens, choices * width), or (tokens, choices, width).
+        x: (tokens, width), the same for all choices of a token; or, with `width`, (tokens, choices * width), or
+        (tokens, choices, width). Choices' gradients of one row are added by torch's `sum`: of eight choices and more
+        not always in their order.
         """
         check(_to_experts_name, self.device, x=x)
         require(x.dim() > 0, _to_experts_name, "x", "an array of rows", "a number")
-        width = width or math.prod(x.shape[1:])
+        require(width is None or width >= 0, _to_experts_name, "width", "at least 0", width)
+        width = math.prod(x.shape[1:]) if width is None else width
         return _gather_op(x, [self.count, width], self.tokens, self.choices, self.handle)
 
     def to_tokens(self, x):
