@@ -50,6 +50,7 @@ struct gated_delta_rule_input {
     /// `gated_delta_rule_saved` bytes at a multiple of 256, which a forward writes, of the chunks' inverses and gates,
     /// and the backward of the same inputs reads instead of making them again; empty: it makes them.
     std::span<char> saved{};
+    index_t saved_tokens = -1; ///< for which there is room: those of the sequences, at least; negative: all rows
 };
 
 /// The gradients of a gated delta rule, shaped as what they are gradients of; all written.
@@ -106,6 +107,12 @@ struct delta_space {
         return at;
     }
 };
+
+/// Returns for how many tokens there is room in what is saved.
+template <class T>
+index_t delta_saved_tokens(gated_delta_rule_input<T> const& in) {
+    return in.saved_tokens < 0 ? in.k.count() : in.saved_tokens;
+}
 
 /// Returns how many chunks there are at most.
 inline index_t delta_chunks(index_t tokens, index_t sequences) { return tokens / kernels::delta_chunk + 2 * sequences; }

@@ -12,7 +12,7 @@ template <class T>
 void require_saved(char const* where, gated_delta_rule_shape const& shape, gated_delta_rule_input<T> const& in,
                    caller here) {
     if (in.saved.empty()) return;
-    index_t const bytes = delta_saved_space<T>(shape, in.k.count(), std::ssize(in.offsets) - 1).bytes;
+    index_t const bytes = delta_saved_space<T>(shape, delta_saved_tokens(in), std::ssize(in.offsets) - 1).bytes;
     require_bytes(where, "saved", bytes, in.saved, here);
 }
 

@@ -155,7 +155,7 @@ kernels::delta_walk launch_delta_prepared(gated_delta_rule_shape const& shape, g
                                           cudaStream_t stream, caller here) {
     int const key_heads = static_cast<int>(shape.key_heads), group = static_cast<int>(shape.value_heads) / key_heads;
     bool const own = space.inverse >= 0;
-    delta_space const at = own ? space : delta_saved_space<T>(shape, in.k.count(), space.sequences);
+    delta_space const at = own ? space : delta_saved_space<T>(shape, delta_saved_tokens(in), space.sequences);
     char* const prepared = own ? workspace : in.saved.data();
     kernels::delta_walk const walk{
         delta_plan_at(shape, space, workspace),

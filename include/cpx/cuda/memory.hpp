@@ -75,7 +75,8 @@ inline memory_resource& default_resource() {
     return *pools[device];
 }
 
-/// Owns elements that a `memory` gave, and returns them in the order of its stream, which outlives them.
+/// Owns elements that a `memory` gave, and returns them in the order of its stream, which outlives them; or has
+/// elements that are lent, which it leaves alone.
 template <class T>
 class block {
 public:
@@ -83,14 +84,16 @@ public:
     block(index_t count, memory_resource& from, cudaStream_t in)
         : data_(count == 0 ? nullptr : static_cast<T*>(from.allocate(bytes(count), in))), count_(count), from_(&from),
           in_(in) {}
+    block(T* lent, index_t count) : data_(lent), count_(count) {}
     block(block&& other) noexcept { swap(other); }
     block& operator=(block&& other) noexcept {
         swap(other);
         return *this;
     }
     ~block() {
-        if (data_) from_->deallocate(data_, bytes(count_), in_);
+        if (data_ && from_) from_->deallocate(data_, bytes(count_), in_);
     }
+    bool lent() const { return data_ && !from_; }
     T* data() { return data_; }
     T const* data() const { return data_; }
     index_t size() const { return count_; }

@@ -64,6 +64,10 @@ struct states_on_host {
             else
                 std::fill_n(c.to, c.count, T{});
     }
+    template <class T>
+    void renew(std::vector<T>& to, char const* where, std::initializer_list<index_t> counts, caller here) const {
+        to = detail::zeros<T>(where, counts, here);
+    }
     /// Copies maps transposed.
     template <class T>
     void transpose(state_shape const& shape, std::vector<copied<T>> const& list) const {
@@ -258,7 +262,7 @@ template <class T, class Memory>
 void carry_states(char const* where, carry_exchanges<scan> const& plan, side from, states_pass<T> const& pass,
                   typename Memory::template buffer<T>& maps, Memory& memory, caller here) {
     state_shape const shape = pass.shape();
-    maps = memory.template zeros<T>(where, {inner_segments(plan.links), shape.map_width()}, here);
+    memory.renew(maps, where, {inner_segments(plan.links), shape.map_width()}, here);
     per_segment<T, Memory> ends(plan.links, shape.state_width(), where, memory, here,
                                 [&](carry_link const& l) { return l.beside(opposite(from)) > 0; });
     std::vector<visit<T>> known, folded, reached; // a state that is known need not be folded
@@ -276,6 +280,22 @@ void carry_states(char const* where, carry_exchanges<scan> const& plan, side fro
     for (std::size_t i = 0; i < plan.links.size(); ++i)
         if (plan.links[i].beside(from) > 0) reached.push_back({i, reaching[i]});
     pass.over(reached);
+}
+
+/// Returns the segments that a pass runs by one call, of each that runs any, in the order of `carry_states`.
+inline std::vector<std::vector<std::size_t>> run_together(carry_exchanges<serial> const& plan, side from) {
+    std::vector<std::vector<std::size_t>> groups;
+    for (index_t k = 0; k <= plan.steps; ++k) {
+        auto const members = plan.level(from == side::before ? k : plan.steps - k);
+        if (!members.empty()) groups.emplace_back(members.begin(), members.end());
+    }
+    return groups;
+}
+inline std::vector<std::vector<std::size_t>> run_together(carry_exchanges<scan> const& plan, side from) {
+    std::vector<std::vector<std::size_t>> groups(2); // the first of their sequences, and those that others reach
+    for (std::size_t i = 0; i < plan.links.size(); ++i) groups[plan.links[i].beside(from) > 0].push_back(i);
+    std::erase_if(groups, [](auto const& g) { return g.empty(); });
+    return groups;
 }
 
 } // namespace cpx::detail

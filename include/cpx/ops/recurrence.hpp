@@ -88,7 +88,7 @@ void run_recurrence(carry_plan<How, S> const& plan, R const& r, Tensors const& t
     require_apart(where, {final}, {initial}, here, in_place::yes);
     Local local(where, plan, r, t, memory, here);
     memory.prepare(plan, shape, here);
-    if (t.saved) t.saved->starts = memory.template zeros<T>(where, {std::ssize(plan.segments), width}, here);
+    if (t.saved) memory.renew(t.saved->starts, where, {std::ssize(plan.segments), width}, here);
     recurrence_pass<T, Local, Memory> pass(plan, shape, side::before, t.initial, t.final,
                                            t.saved ? t.saved->starts.data() : nullptr, nullptr, local, memory);
     typename Memory::template buffer<T> maps;

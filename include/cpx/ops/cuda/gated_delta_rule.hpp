@@ -32,16 +32,16 @@ struct device_gated_delta : gated_delta, private device_heads {
     }
 
     template <class X, class O>
-    index_t kept_bytes(X const& x, O const& o, index_t segments) const {
+    index_t kept_bytes(X const& x, O const& o, index_t segments, index_t tokens) const {
         auto const in = input({}, x, {});
         bool const tensor_cores = cuda::detail::delta_in_panels(in.q, in.k, in.v, o.data());
-        return tensor_cores ? cuda::gated_delta_rule_saved<T>(shape_of(in), in.k.count(), segments) : 0;
+        return tensor_cores ? cuda::gated_delta_rule_saved<T>(shape_of(in), tokens, segments) : 0;
     }
     template <class X, class O>
     void forward(device_segments const& s, X const& x, std::span<float const> before, O const& o,
                  std::span<float> after, std::span<char> kept, memory& m, caller here) const {
         auto in = input(s, x, before);
-        in.saved = kept;
+        in.saved = kept, in.saved_tokens = s.tokens;
         auto const shape = shape_of(in);
         bool const saves = !kept.empty();
         auto const space = workspace(cuda::gated_delta_rule_workspace<T>(shape, in.k.count(), count(s), saves), m);
@@ -65,7 +65,7 @@ struct device_gated_delta : gated_delta, private device_heads {
         if (!cuda::detail::delta_in_panels(in.q, in.k, in.v, dout.data(), dq.data(), dk.data(), dv.data()))
             shape.path = cuda::delta_rule_path::plain;
         else
-            in.saved = kept;
+            in.saved = kept, in.saved_tokens = s.tokens;
         bool const saved = !in.saved.empty();
         auto const space =
             workspace(cuda::gated_delta_rule_backward_workspace<T>(shape, in.k.count(), count(s), saved), m);

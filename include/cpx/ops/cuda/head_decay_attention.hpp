@@ -54,7 +54,7 @@ public:
     }
 
     template <class X, class O>
-    static index_t kept_bytes(X const&, O const&, index_t) {
+    static index_t kept_bytes(X const&, O const&, index_t, index_t) {
         return 0;
     }
     template <class X, class O>

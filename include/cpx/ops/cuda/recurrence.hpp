@@ -17,12 +17,13 @@ namespace cpx {
 
 /// What a forward on a device leaves to its backward: as on the host and, if `keeps` is set before, what kernels made
 /// of the inputs alone, which the backward makes again otherwise, of the same bits. Of the gated delta rule that is
-/// some 125 bytes a token and value head for each group of segments that run at once; others have nothing of the kind.
+/// some 125 bytes a token and value head; others have nothing of the kind. Blocks that are lent and of the right size
+/// are written instead of new ones.
 template <class T>
 struct recurrence_saved<T, cuda::memory> {
     cuda::block<float> starts, maps;
     bool keeps = false;
-    struct made { // by one call
+    struct made { // by one call; see `run_together`
         std::vector<std::size_t> segments;
         cuda::block<char> memory;
     };
@@ -85,13 +86,14 @@ struct device_gradients {
 /// Segments as kernels see them, (segments) each but for `offsets`, which ends with all rows.
 struct device_segments {
     std::span<index_t const> offsets, first, counts;
+    index_t tokens = 0; ///< of all
 };
 
 /// Runs segments on a device. A recurrence there is a model of `recurrence` whose functions are about all heads and as
 /// many segments as they are given, with states, side by side in the order of the segments, that may be empty spans:
 /// zeros, or nothing that is wanted.
 ///
-/// - `kept_bytes(x, o, segments)`: what a forward of so many segments may keep
+/// - `kept_bytes(x, o, segments, tokens)`: what a forward of so many segments, and tokens in them, may keep
 /// - `forward(segments, x, before, o, after, kept, memory, here)`
 /// - `fold(segments, x, maps, ends, memory, here)`
 /// - `backward(segments, x, before, dout, dafter, dx, dbefore, kept, memory, here)`
@@ -143,6 +145,8 @@ protected:
     template <class F>
     void with_segments(std::vector<visit<float>> const& visits, F&& f) const {
         std::vector<index_t> numbers;
+        index_t tokens = 0;
+        for (visit<float> const& v : visits) tokens += segments_[v.segment].count;
         for (auto const member : {&segment::row, &segment::token, &segment::count}) {
             for (visit<float> const& v : visits) numbers.push_back(segments_[v.segment].*member);
             if (member == &segment::row) numbers.push_back(rows_);
@@ -150,7 +154,7 @@ protected:
         auto const list = memory_.numbers(numbers, here_);
         std::span<index_t const> const there = all(list);
         std::size_t const n = visits.size();
-        f(device_segments{there.first(n + 1), there.subspan(n + 1, n), there.last(n)});
+        f(device_segments{there.first(n + 1), there.subspan(n + 1, n), there.last(n), tokens});
     }
     static std::vector<std::size_t> segments_of(std::vector<visit<float>> const& visits) {
         std::vector<std::size_t> list;
@@ -199,18 +203,12 @@ public:
         this->require_there(where, std::tuple(t.o), std::array<std::string, 1>{"o"});
         this->require_states(where, "initial", t.initial);
         this->require_states(where, "final", t.final);
-        if (t.saved) t.saved->kept.clear();
+        if (t.saved) std::erase_if(t.saved->kept, [](auto const& made) { return !made.memory.lent(); });
     }
     void over(std::vector<visit<float>> const& visits) const {
         if (visits.empty()) return;
-        std::span<char> kept;
-        if (t_.saved && t_.saved->keeps) {
-            auto const bytes = r_.kept_bytes(t_.x, t_.o, std::ssize(visits));
-            t_.saved->kept.push_back({this->segments_of(visits), memory_.memory().template room<char>(bytes)});
-            kept = all(t_.saved->kept.back().memory);
-        }
         this->each(visits, true, [&](device_segments const& s, std::span<float const> before, std::span<float> after) {
-            r_.forward(s, t_.x, before, t_.o, after, kept, memory_, here_);
+            r_.forward(s, t_.x, before, t_.o, after, this->keeping(visits, s.tokens), memory_, here_);
         });
     }
     void fold(std::vector<visit<float>> const& visits) const {
@@ -221,6 +219,20 @@ public:
     }
 
 private:
+    /// Returns where a call keeps what it makes; nothing if it does not.
+    std::span<char> keeping(std::vector<visit<float>> const& visits, index_t tokens) const {
+        if (!t_.saved || !t_.saved->keeps) return {};
+        index_t const bytes = r_.kept_bytes(t_.x, t_.o, std::ssize(visits), tokens);
+        auto segments = this->segments_of(visits);
+        for (auto& made : t_.saved->kept) {
+            if (made.segments != segments) continue;
+            if (made.memory.size() != bytes) made.memory = memory_.memory().template room<char>(bytes);
+            return all(made.memory);
+        }
+        t_.saved->kept.push_back({std::move(segments), memory_.memory().template room<char>(bytes)});
+        return all(t_.saved->kept.back().memory);
+    }
+
     R const& r_;
     Tensors const& t_;
     index_t map_width_;
@@ -242,13 +254,11 @@ public:
     void over(std::vector<visit<float>> visits) const {
         if (visits.empty()) return;
         std::span<char> const kept = this->in_order_of_forward(visits);
-        auto const starts = this->side_by_side(true, visits);
-        std::vector<copied<float>> gathered;
-        for (std::size_t i = 0; i < visits.size(); ++i)
-            gathered.push_back({visits[i].start, place_in(starts, static_cast<index_t>(i) * width_), width_});
-        memory_.copy(gathered);
+        auto const starts = this->brought_together(visits);
+        std::span<float const> const before(starts.size() > 0 ? starts.data() : visits.front().start,
+                                            visits.size() * static_cast<std::size_t>(width_));
         this->each(visits, false, [&](device_segments const& s, std::span<float const> dafter, std::span<float> to) {
-            r_.backward(s, t_.x, all(starts), to_.dout, dafter, to_.dx, to, kept, memory_, here_);
+            r_.backward(s, t_.x, before, to_.dout, dafter, to_.dx, to, kept, memory_, here_);
         });
     }
     void fold(std::vector<visit<float>> const& visits) const {
@@ -259,6 +269,18 @@ public:
     void finish(char const*, caller) const {} // gradients of heads that several others read are whole
 
 private:
+    /// Returns copies of the states before segments, one behind the other; nothing where they lie so themselves.
+    cuda::block<float> brought_together(std::vector<visit<float>> const& visits) const {
+        bool together = true;
+        for (std::size_t i = 1; i < visits.size(); ++i)
+            together = together && visits[i].start == visits[i - 1].start + width_;
+        auto starts = this->side_by_side(!together, visits);
+        std::vector<copied<float>> gathered;
+        for (std::size_t i = 0; !together && i < visits.size(); ++i)
+            gathered.push_back({visits[i].start, place_in(starts, static_cast<index_t>(i) * width_), width_});
+        memory_.copy(gathered);
+        return starts;
+    }
     /// Returns what a call of the forward kept of these segments, and puts them in its order; nothing if none ran them.
     std::span<char> in_order_of_forward(std::vector<visit<float>>& visits) const {
         if (t_.saved->kept.empty()) return {};
