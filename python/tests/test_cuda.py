@@ -311,6 +311,72 @@ def test_the_gated_delta_rule_of_heads_whose_norms_lanes_share_otherwise(comm):
             near(f"{name}, {dim}, apart", of_apart, expected[own], 2 * within[torch.bfloat16])
 
 
+def on_odd_places(x):
+    """Returns a copy of x that begins an element behind a multiple of 256 bytes: no copy engine can read its rows."""
+    room = torch.empty(x.numel() + 1, dtype=x.dtype, device=device)[1:]
+    return room.copy_(x.flatten()).view(x.shape)
+
+
+@pytest.mark.parametrize("how", ["scan", "serial"])
+@pytest.mark.parametrize("norm", [False, True])
+def test_what_the_gated_delta_rule_keeps_has_the_same_bits_wherever_its_tensors_are(comm, how, norm):
+    for batch in batches:
+        whole = delta_inputs(batch, cpx.Heads(2, 4, 128, 128), torch.bfloat16)
+        if not norm:  # of keys that are longer than one the state has no end
+            whole[:2] = [rounded(torch.nn.functional.normalize(x, dim=-1), torch.bfloat16) for x in whole[:2]]
+        for layout in layouts()[:2]:
+            sharding = cpx.shard(batch, layout)
+            plan = ct.carry(sharding, comm, how)
+            given = [share(sharding, t, torch.bfloat16 if i < 3 else torch.float32) for i, t in enumerate(whole)]
+            upstream = torch.ones_like(given[2])
+
+            def call(x, upstream):
+                o = ct.gated_delta_rule(*x, plan, comm, qk_l2norm=norm)
+                return o, *torch.autograd.grad(o, x, upstream)
+
+            def moved(x):
+                return on_odd_places(x).detach().requires_grad_()
+
+            right = call(given, upstream)
+            assert given[0].shape[0] == 0 or comm.kept_chunk > 0 or torch.cuda.get_device_capability() != (9, 0)
+            odd = call([moved(x) if i < 3 else x for i, x in enumerate(given)], on_odd_places(upstream))
+            with torch.autograd.graph.saved_tensors_hooks(lambda x: x.cpu(), lambda x: x.to(device)):
+                elsewhere = call(given, upstream)
+            with torch.autograd.graph.saved_tensors_hooks(lambda x: x, on_odd_places):
+                apart = call(given, upstream)
+            compiled = torch.compile(lambda *x: ct.gated_delta_rule(*x, plan, comm, qk_l2norm=norm),
+                                     backend="aot_eager", fullgraph=True)
+            o = compiled(*given)
+            others = {"odd": odd, "elsewhere": elsewhere, "apart": apart,
+                      "compiled": (o, *torch.autograd.grad(o, given, upstream))}
+            assert all(x.isfinite().all() for x in right)
+            for way, made in others.items():
+                unlike = [i for i, (a, b) in enumerate(zip(right, made, strict=True)) if not torch.equal(a, b)]
+                assert not unlike, f"{way}: {unlike} of o, dq, dk, dv, dg, dbeta"
+    comm.wait()
+
+
+def test_a_checkpoint_keeps_nothing_of_a_recurrence(comm):
+    sharding = cpx.shard(cpx.thd.uniform(2, 512 * world), cpx.zigzag(world))
+    plan, rows = ct.carry(sharding, comm), sharding.rows(rank)
+    x = torch.ones(rows, 4, 128, dtype=torch.bfloat16, device=device, requires_grad=True)
+    gates = -torch.ones(rows, 4, device=device)
+
+    def f(x):
+        return ct.gated_delta_rule(x, x, x, gates, -gates, plan, comm)
+
+    def held(call):
+        before = torch.cuda.memory_allocated()
+        y = call(x)
+        return torch.cuda.memory_allocated() - before - y.untyped_storage().nbytes()
+
+    f(x).sum().backward()
+    states = 4 * 4 * 128 * 128 * plan.segments
+    assert held(f) >= states
+    assert held(lambda x: torch.utils.checkpoint.checkpoint(f, x, use_reentrant=False)) < states
+    comm.wait()
+
+
 def test_recurrences_of_the_same_heads_have_states_of_their_own(comm):
     batch, heads = batches[2], cpx.Heads(2, 2, 16, 16)
     sharding = cpx.shard(batch, cpx.zigzag(world))

@@ -351,7 +351,7 @@ def calls(comm):
         q, k, v = (numbers(10, 2, 3, seed=s).requires_grad_() for s in (4, 5, 6))
         g = (-numbers(*wide, seed=7).abs()).requires_grad_()
         initial = numbers(3, 2 * 3 * 3, seed=8).requires_grad_()
-        sizes = [plan.segments, plan.maps, plan.sequences, 2]
+        sizes = [plan.segments, plan.maps, plan.sequences, 2, 0]
         yield getattr(ops, name), (
             q, k, v, g, beta, initial, True, True, 4, True, 0.0, [2, 2, 3, 3], sizes, plan.handle, comm.handle
         )

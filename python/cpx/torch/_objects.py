@@ -50,6 +50,7 @@ class Communicator:
     def __init__(self, of):
         self.of = of
         self.rank, self.ranks, self.device = of.rank, of.ranks, torch.device(of.device)
+        self.kept_chunk = getattr(of, "kept_chunk", 0)  # of devices: see there
         known = _known.get(of)
         if known is None:
             known = _known[of] = _handle_of(of), collections.OrderedDict()
@@ -127,6 +128,7 @@ class Carry(_Held):
     def __init__(self, of, heads=None):
         super().__init__(of)
         self.rank, self.segments, self.sequences = of.rank, of.segments, of.sharding.batch.sequences
+        self.chunks = of.sharding.rows(of.rank) // 64 + 2 * self.segments  # at most, of 64 tokens
         self.maps = of.maps if of.how == "scan" and not of.sharding.every_row else 0
         self.heads, self.value_heads = None, 0
         if heads is not None:

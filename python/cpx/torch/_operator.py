@@ -94,20 +94,21 @@ def _watched():
     )
 
 
-def operator(schema, kernel, fake, save, backward, alone=None):
+def operator(schema, kernel, fake, save, backward, alone=None, seen=None):
     """Registers an operator and returns what calls it.
 
     save(ctx, args, results) keeps what backward(ctx, *gradients of results) needs, which returns one gradient, or
     None, for every argument. alone: the kernel where the dispatcher is left out, if None may stand for a result there.
+    seen: so many results come back there from a call that is recorded, for all others are for the gradient.
     """
 
-    def recorded(run):
+    def recorded(run, seen):
         class Node(torch.autograd.Function):
             @staticmethod
             def forward(ctx, *args):
                 results = run(*args)
                 save(ctx, args, results)
-                return results
+                return results if seen is None else results[:seen]
 
             @staticmethod
             def backward(ctx, *gradients):
@@ -115,13 +116,13 @@ def operator(schema, kernel, fake, save, backward, alone=None):
 
         return Node
 
-    return _register(schema, kernel, fake, recorded, alone or kernel)
+    return _register(schema, kernel, fake, recorded, alone or kernel, seen)
 
 
-def backward_operator(schema, kernel, fake):
+def backward_operator(schema, kernel, fake, alone=None):
     """The same of an operator that computes gradients, and has none itself: a double backward raises cpx.Error."""
 
-    def recorded(run):
+    def recorded(run, seen):
         class Node(torch.autograd.Function):
             @staticmethod
             def forward(ctx, *args):
@@ -135,11 +136,11 @@ def backward_operator(schema, kernel, fake):
         return Node
 
     name = schema.partition("(")[0]
-    return _register(schema, kernel, fake, recorded, kernel)
+    return _register(schema, kernel, fake, recorded, alone or kernel, None)
 
 
-def _register(schema, kernel, fake, recorded, alone):
-    """Registers an operator, whose tensors are its first arguments; recorded(run) returns its node of autograd.
+def _register(schema, kernel, fake, recorded, alone, seen):
+    """Registers an operator, whose tensors are its first arguments; recorded(run, seen) returns its node of autograd.
 
     What calls it leaves the dispatcher out where that would only run the kernel, which takes half of a call's time.
     """
@@ -154,7 +155,7 @@ def _register(schema, kernel, fake, recorded, alone):
         with _below_autograd():
             return op(*args)
 
-    node, node_alone = recorded(dispatched), recorded(alone)
+    node, node_alone = recorded(dispatched, None), recorded(alone, seen)
     for made in node, node_alone:
         made.__name__ = made.__qualname__ = name
     record = super(torch.autograd.Function, node_alone).apply  # Function's own looks for transforms: there are none

@@ -229,35 +229,49 @@ _recurrences = {}
 _gates = "g", "beta", "initial"
 
 
-def _saved_shapes(name, heads, sizes):
-    """Returns the shapes of initial or final states, of saved starts and of saved maps."""
-    segments, maps, sequences, value_heads = sizes
+def _state_sizes(name, heads, sizes):
+    """Returns the shape of initial or final states, and how many numbers saved starts, and all that is saved, have."""
+    segments, maps, sequences, value_heads, kept = sizes
     state = value_heads * heads[2] * heads[3]
-    return (sequences, state), (segments, state), (maps, value_heads * _map_width[name](heads[2]))
+    starts = segments * state
+    return (sequences, state), starts, starts + maps * value_heads * _map_width[name](heads[2]) + kept
 
 
 def _make_recurrence(name):
-    """Registers a recurrence and its gradient. sizes: segments, maps, sequences and value heads of this rank."""
+    """Registers a recurrence and its gradient.
+
+    sizes: segments, maps, sequences and value heads of this rank, and how many numbers kernels keep, of `_kept`. What
+    is saved is one tensor: states before segments, maps and those.
+    """
     takes_beta = name in ("gated_delta_rule", "kimi_delta_attention")
 
     def results(make, v, initial, save, final, heads, sizes):
-        whole, starts, maps = _saved_shapes(name, heads, sizes)
+        whole, _, saved = _state_sizes(name, heads, sizes)
         return (
             contiguous_like(v),
             make(whole, dtype=sums(v)) if final else None,
-            v.new_empty(starts, dtype=sums(v)) if save else None,
-            v.new_empty(maps, dtype=sums(v)) if save else None,
+            v.new_empty(saved, dtype=sums(v)) if save else None,
         )
+
+    def parts(saved, heads, sizes):
+        """Returns what the extension takes: on the host, states and maps; on a device all, at a multiple of 256 bytes,
+        where torch's own memory begins, but not all that hooks of saved tensors bring back."""
+        if saved is None:
+            return None, None
+        if not saved.is_cpu:
+            return saved.clone() if saved.data_ptr() % 256 else saved, None
+        starts = _state_sizes(name, heads, sizes)[1]
+        return saved[:starts], saved[starts:]
 
     def inputs(q, k, v, g, beta):
         return [array(x) for x in ((q, k, v, g, beta) if takes_beta else (q, k, v, g))]
 
     def alone(q, k, v, g, beta, initial, save, final, chunk, qk_l2norm, scale, heads, sizes, plan, comm):
         p, c = _held(name, plan, comm)
-        made = o, last, starts, maps = results(v.new_zeros, v, initial, save, final, heads, sizes)
+        made = o, last, saved = results(v.new_zeros, v, initial, save, final, heads, sizes)
         _ext.recur(
             name, p.of, inputs(q, k, v, g, beta), o, tuple(heads), (chunk, qk_l2norm, scale), c, array(initial), last,
-            starts, maps
+            *parts(saved, heads, sizes)
         )
         return made
 
@@ -271,35 +285,34 @@ def _make_recurrence(name):
         return filled(results(v.new_empty, v, initial, save, final, heads, sizes), v)
 
     def gradients(make, q, k, v, g, beta, dinitial, heads, sizes):
-        whole, _, _ = _saved_shapes(name, heads, sizes)
+        whole = _state_sizes(name, heads, sizes)[0]
+        like = contiguous_like
         return (
-            *(contiguous_like(x) for x in (q, k, v, g)),
-            q.new_empty(0) if beta is None else contiguous_like(beta),
-            make(whole, dtype=sums(q)) if dinitial else q.new_empty(0, dtype=sums(q)),
+            like(q), like(k), like(v), like(g), None if beta is None else like(beta),
+            make(whole, dtype=sums(q)) if dinitial else None,
         )
 
-    def run_back(
-        q, k, v, g, beta, do, dfinal, starts, maps, dinitial, chunk, qk_l2norm, scale, heads, sizes, plan, comm
-    ):
+    def back_alone(q, k, v, g, beta, do, dfinal, saved, dinitial, chunk, qk_l2norm, scale, heads, sizes, plan, comm):
         p, c = _held(name + "_backward", plan, comm)
         made = gradients(q.new_zeros, q, k, v, g, beta, dinitial, heads, sizes)
         _ext.recur_backward(
-            name, p.of, inputs(q, k, v, g, beta), array(do.contiguous()), list(made[:5 if takes_beta else 4]),
-            tuple(heads), (chunk, qk_l2norm, scale), c, starts, maps,
-            None if dfinal is None else array(dfinal.contiguous()), made[5] if dinitial else None
+            name, p.of, inputs(q, k, v, g, beta), array(do.contiguous()), made[:5 if takes_beta else 4],
+            tuple(heads), (chunk, qk_l2norm, scale), c, *parts(saved, heads, sizes),
+            None if dfinal is None else array(dfinal.contiguous()), made[5]
         )
         return made
 
-    def fake_back(
-        q, k, v, g, beta, do, dfinal, starts, maps, dinitial, chunk, qk_l2norm, scale, heads, sizes, plan, comm
-    ):
-        return gradients(q.new_empty, q, k, v, g, beta, dinitial, heads, sizes)
+    def run_back(q, *more):
+        return filled(back_alone(q, *more), q)
+
+    def fake_back(q, k, v, g, beta, do, dfinal, saved, dinitial, chunk, qk_l2norm, scale, heads, sizes, plan, comm):
+        return filled(gradients(q.new_empty, q, k, v, g, beta, dinitial, heads, sizes), q)
 
     back = backward_operator(
         f"{name}_backward(Tensor q, Tensor k, Tensor v, Tensor g, Tensor? beta, Tensor do, Tensor? dfinal, "
-        "Tensor starts, Tensor maps, bool dinitial, SymInt chunk, bool qk_l2norm, float scale, SymInt[] heads, "
-        "SymInt[] sizes, SymInt plan, SymInt comm) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-        run_back, fake_back,
+        "Tensor saved, bool dinitial, SymInt chunk, bool qk_l2norm, float scale, SymInt[] heads, SymInt[] sizes, "
+        "SymInt plan, SymInt comm) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+        run_back, fake_back, back_alone,
     )
 
     def save_inputs(ctx, args, made):
@@ -307,29 +320,41 @@ def _make_recurrence(name):
         keep(ctx, name, plan, comm)
         require(save, name, "save", "True where a gradient is wanted", save)
         ctx.dinitial = initial is not None and initial.requires_grad
-        ctx.mark_non_differentiable(made[2], made[3])
+        ctx.mark_non_differentiable(made[2])
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, g, beta, made[2], made[3])
+        ctx.save_for_backward(q, k, v, g, beta, made[2])
 
     def gradient(ctx, do, dfinal, *_):
-        q, k, v, g, beta, starts, maps = ctx.saved_tensors
+        q, k, v, g, beta, saved = ctx.saved_tensors
         if do is None:
             do = torch.zeros_like(v)
-        *made, dbeta, dinitial = back(
-            q, k, v, g, beta, do, dfinal, starts, maps, ctx.dinitial, *ctx.options, ctx.plan, ctx.comm
+        dq, dk, dv, dg, dbeta, dinitial = back(
+            q, k, v, g, beta, do, dfinal, saved, ctx.dinitial, *ctx.options, ctx.plan, ctx.comm
         )
-        return *made, None if beta is None else dbeta, dinitial if ctx.dinitial else None, *[None] * 9
+        return (
+            dq, dk, dv, dg, None if beta is None else dbeta, dinitial if ctx.dinitial else None, None, None, None, None,
+            None, None, None, None, None
+        )
 
     _recurrences[name] = operator(
         f"{name}(Tensor q, Tensor k, Tensor v, Tensor g, Tensor? beta, Tensor? initial, bool save, bool final, "
         "SymInt chunk, bool qk_l2norm, float scale, SymInt[] heads, SymInt[] sizes, SymInt plan, SymInt comm) "
-        "-> (Tensor, Tensor, Tensor, Tensor)",
-        run, fake, save_inputs, gradient, alone,
+        "-> (Tensor, Tensor, Tensor)",
+        run, fake, save_inputs, gradient, alone, 2,
     )
 
 
 for _name in _map_width:
     _make_recurrence(_name)
+
+
+def _kept(name, q, plan, comm, heads, value_heads):
+    """Returns how many float32 kernels keep for the backward at most: of any grouping of the rank's segments."""
+    if name != "gated_delta_rule" or comm.kept_chunk == 0 or q.dtype is not torch.bfloat16:
+        return 0
+    if heads[2] != 128 or heads[3] != 128:
+        return 0
+    return (plan.chunks * value_heads * comm.kept_chunk + 512 * plan.segments) // 4
 
 
 def _recur(name, q, k, v, g, beta, plan, comm, chunk, qk_l2norm, scale, initial, final):
@@ -342,12 +367,12 @@ def _recur(name, q, k, v, g, beta, plan, comm, chunk, qk_l2norm, scale, initial,
             raise Error(name, "heads", wanted, f"{tuple(q.shape)} and {tuple(v.shape)}")
         heads, value_heads = (q.shape[1], v.shape[1], q.shape[2], v.shape[2]), v.shape[1]
     save = wants_gradient((q, k, v, g, beta, initial))
-    sizes = [plan.segments, plan.maps, plan.sequences, value_heads]
-    o, last, _, _ = _recurrences[name](
-        q, k, v, g, beta, initial, save, final, chunk, qk_l2norm, scale or 0.0, list(heads), sizes, plan.handle,
-        comm.handle
+    kept = _kept(name, q, plan, comm, heads, value_heads) if save else 0
+    made = _recurrences[name](
+        q, k, v, g, beta, initial, save, final, chunk, qk_l2norm, scale or 0.0, list(heads),
+        [plan.segments, plan.maps, plan.sequences, value_heads, kept], plan.handle, comm.handle
     )
-    return (o, last) if final else o
+    return made[:2] if final else made[0]
 
 
 def gated_delta_rule(
@@ -362,6 +387,11 @@ def gated_delta_rule(
     by sqrt(sum of squares + 1e-6) first. Returns o, as v. Collective, as is its backward.
     initial: (sequences, value heads * key_dim * value_dim), on every rank, before the batch. final: returns (o, states
     behind the batch), of a sequence on the rank where it ends, and zeros on the others. Both have gradients.
+
+    For the backward it keeps its inputs and, in float32, the state before each segment and, by scan, a map (value
+    heads, key_dim, key_dim) of each that lies between two others. On tensor cores also what the backward would make
+    again of k, g and beta, in bfloat16 and float32: 8 KB for every 64 tokens and value head, 32768 tokens and 32 heads
+    130 MB. A checkpoint drops all of it.
     """
     return _recur("gated_delta_rule", q, k, v, g, beta, plan, comm, chunk, qk_l2norm, scale, initial, final)
 

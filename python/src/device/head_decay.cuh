@@ -24,28 +24,38 @@ inline cpx::head_decay_attention decay_of(state_call const& c) {
     return r;
 }
 
+/// Calls `f(plan, state_exchange, on, saved)` for the states of a call; saved: null where it saves nothing.
+template <class T, class F>
+void with_decay(device_group& g, carry_value const& carry, state_call const& c, F&& f) {
+    with_states(g, carry, c, [&]<class P>(P const& plan, cuda::state_exchange& by, auto const& on) {
+        index_t const heads = plan.sharding.heads(plan.rank, c.value_heads).size();
+        cpx::recurrence_saved<T, cuda::memory> saved;
+        if (c.starts)
+            saved = saved_in<T>(c, plan, heads * c.key_dim * c.value_dim, heads,
+                                [](index_t, index_t) { return index_t{0}; });
+        f(plan, by, on, c.starts ? &saved : nullptr);
+    });
+}
+
 template <class T>
 void head_decay(device_group& g, carry_value const& carry, state_call const& c) {
-    with_states(g, carry, c, [&]<class P>(P const& plan, cuda::state_exchange& by, auto const& on) {
+    with_decay<T>(g, carry, c, [&]<class P>(P const& plan, cuda::state_exchange& by, auto const& on, auto* saved) {
         using S = std::remove_cvref_t<decltype(plan.sharding)>;
-        saving<T>(c, by.stream(),
-                  [&](auto* saved) { cpx::recur(plan, decay_of(c), decay_tensors_of<T, S>(c, on, c.o, saved), by); });
+        cpx::recur(plan, decay_of(c), decay_tensors_of<T, S>(c, on, c.o, saved), by);
     });
 }
 
 template <class T>
 void head_decay_backward(device_group& g, carry_value const& carry, state_call const& c) {
-    with_states(g, carry, c, [&]<class P>(P const& plan, cuda::state_exchange& by, auto const& on) {
+    with_decay<T>(g, carry, c, [&]<class P>(P const& plan, cuda::state_exchange& by, auto const& on, auto* saved) {
         using S = std::remove_cvref_t<decltype(plan.sharding)>;
         cpx::head_decay_gradient_tensors<T, S> const to{
             on(rows_of<T>(c.dout)),      on(rows_to<T>(c.dx[0])),
             on(rows_to<T>(c.dx[1])),     on(rows_to<T>(c.dx[2])),
             on(rows_to<float>(c.dx[3])), cpx::rows<float const>(states_in<float>(c.dfinal)),
             states_in<float>(c.dinitial)};
-        with_saved<T>(c, by.stream(), [&](auto* saved) {
-            // The forward's result is not read: its gradient stands in its place.
-            cpx::recur_backward(plan, decay_of(c), decay_tensors_of<T, S>(c, on, c.dout, saved), to, by);
-        });
+        // The forward's result is not read: its gradient stands in its place.
+        cpx::recur_backward(plan, decay_of(c), decay_tensors_of<T, S>(c, on, c.dout, saved), to, by);
     });
 }
 

@@ -144,6 +144,7 @@ public:
         binding::leave(*group_);
     }
     void fail(std::string const& why) override { binding::fail(*group_, why.c_str()); }
+    index_t kept_chunk() { return kept_on(*group_); }
     void wait() {
         call const now("wait", *this);
         wait_for(there());
@@ -331,6 +332,9 @@ NB_MODULE(_cuda, m) {
     nb::set_leak_warnings(false);
     nb::module_::import_("cpx._ext"); // of whose communicators this has one
     nb::class_<nccl_rank, communicator>(m, "NcclRank", nb::is_weak_referenceable(), "One rank of an NCCL communicator.")
+        .def_prop_ro(
+            "kept_chunk", &nccl_rank::kept_chunk,
+            "Bytes that the gated delta rule of bfloat16 and heads of 128 keeps of 64 tokens and a value head.")
         .def("wait", &nccl_rank::wait,
              R"(Waits until the device has done all that it was given in the current stream.
 

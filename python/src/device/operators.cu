@@ -44,6 +44,9 @@ extern template void delta_rule<__half>(device_group&, carry_value const&, state
 extern template void delta_rule_backward<float>(device_group&, carry_value const&, state_call const&);
 extern template void delta_rule_backward<__nv_bfloat16>(device_group&, carry_value const&, state_call const&);
 extern template void delta_rule_backward<__half>(device_group&, carry_value const&, state_call const&);
+template <class T>
+index_t kept_of_chunk(device_group&);
+extern template index_t kept_of_chunk<__nv_bfloat16>(device_group&);
 extern template void head_decay<float>(device_group&, carry_value const&, state_call const&);
 extern template void head_decay<__nv_bfloat16>(device_group&, carry_value const&, state_call const&);
 extern template void head_decay<__half>(device_group&, carry_value const&, state_call const&);
@@ -101,6 +104,8 @@ void recur_on(device_group& g, carry_value const& plan, state_call const& c, boo
             back ? delta_rule_backward<T>(g, plan, c) : delta_rule<T>(g, plan, c);
     });
 }
+
+index_t kept_on(device_group& g) { return kept_of_chunk<__nv_bfloat16>(g); }
 
 void rotate_on(framework& from, int device, rotary_call const& c) {
     on_device const here(device);

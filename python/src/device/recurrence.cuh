@@ -6,20 +6,9 @@
 
 #include <cpx/ops/cuda/recurrence.hpp>
 
-#include <utility>
+#include <concepts>
 
 namespace binding {
-
-/// Lends memory that is there to blocks, which give it back to nobody.
-class lent_memory final : public cuda::memory_resource {
-public:
-    explicit lent_memory(void* memory) : memory_(memory) {}
-    void* allocate(std::size_t, cudaStream_t) override { return memory_; }
-    void deallocate(void*, std::size_t, cudaStream_t) noexcept override {}
-
-private:
-    void* memory_;
-};
 
 /// Calls `f(plan, state_exchange, on)` with what is prepared for the states of a call.
 template <class F>
@@ -39,29 +28,34 @@ void with_states(device_group& g, carry_value const& carry, state_call const& c,
         carry.real);
 }
 
-/// Calls `f(saved)` with what takes what the backward needs, or null, and copies it to the tensors of the call.
-template <class T, class F>
-void saving(state_call const& c, cudaStream_t stream, F&& f) {
-    auto const starts = list_to<float>(c.starts), maps = list_to<float>(c.maps);
+/// Returns what a forward leaves to its backward, in the tensors of a call, or found there. Without one for maps all is
+/// in the other: starts, maps, and what is left is for what kernels keep, of which `bytes(segments, tokens)` is how
+/// much those of one call do. Throws `cpx::error` if there is not as much.
+template <class T, cpx::carry_kind How, cpx::any_sharding S, class Bytes>
+cpx::recurrence_saved<T, cuda::memory> saved_in(state_call const& c, cpx::carry_plan<How, S> const& plan, index_t state,
+                                                index_t map, Bytes&& bytes) {
+    auto const first = list_to<float>(c.starts), second = list_to<float>(c.maps);
+    index_t starts = std::ssize(plan.segments) * state, maps = 0;
+    if constexpr (std::same_as<How, cpx::scan>) maps = cpx::detail::inner_segments(plan.links) * map;
+    index_t const least = c.maps ? starts : starts + maps;
+    cpx::require(std::ssize(first) >= least && (!c.maps || (std::ssize(first) == starts && std::ssize(second) == maps)),
+                 c.where, "numbers of saved states", starts + maps, std::ssize(first) + std::ssize(second));
+    auto const rest = first.subspan(static_cast<std::size_t>(least));
     cpx::recurrence_saved<T, cuda::memory> saved;
-    f(c.starts ? &saved : nullptr);
-    if (!c.starts) return;
-    for (auto const& [to, from] : {std::pair(starts, &saved.starts), std::pair(maps, &saved.maps)}) {
-        cpx::require(std::ssize(to) == from->size(), c.where, "numbers of saved states", from->size(), to.size());
-        if (!to.empty())
-            cuda::check(cudaMemcpyAsync(to.data(), from->data(), to.size_bytes(), cudaMemcpyDeviceToDevice, stream),
-                        "cudaMemcpyAsync");
+    saved.starts = {first.data(), starts}, saved.maps = {c.maps ? second.data() : first.data() + starts, maps};
+    saved.keeps = !rest.empty();
+    if (!saved.keeps) return saved;
+    index_t at = 0;
+    for (auto& group : cpx::detail::run_together(plan, cpx::side::before)) {
+        index_t tokens = 0;
+        for (std::size_t const i : group) tokens += plan.segments[i].count;
+        index_t const size = bytes(std::ssize(group), tokens);
+        saved.kept.push_back({std::move(group), {reinterpret_cast<char*>(rest.data()) + at, size}});
+        at += (size + 255) / 256 * 256;
     }
-}
-
-/// Calls `f(saved)` with what a forward has saved.
-template <class T, class F>
-void with_saved(state_call const& c, cudaStream_t stream, F&& f) {
-    auto const starts = list_to<float>(c.starts), maps = list_to<float>(c.maps);
-    lent_memory of_starts(starts.data()), of_maps(maps.data());
-    cpx::recurrence_saved<T, cuda::memory> saved{cuda::block<float>(std::ssize(starts), of_starts, stream),
-                                                 cuda::block<float>(std::ssize(maps), of_maps, stream)};
-    f(&saved);
+    cpx::require(at <= static_cast<index_t>(rest.size_bytes()), c.where, "bytes for what is kept", at,
+                 rest.size_bytes());
+    return saved;
 }
 
 } // namespace binding

@@ -68,7 +68,8 @@ struct state_call {
     bool qk_l2norm = true;
     double scale = 0;
     std::vector<tensor> x, dx; ///< q, k, v, g and perhaps beta
-    tensor o, initial, final, starts, maps, dout, dfinal, dinitial;
+    tensor o, initial, final, dout, dfinal, dinitial;
+    tensor starts, maps; ///< what a forward saves; where maps are not given, all of it is in `starts`
 };
 
 /// What attention is given; of a backward o, lse and dout, and dq, dk and dv to fill.
@@ -127,6 +128,9 @@ void convolve_backward_on(device_group& g, halo_value const& before, convolution
 void attend_on(device_group& g, attention_call const& c, bool back);
 /// The gated delta rule of five inputs, a decay a head of four.
 void recur_on(device_group& g, carry_value const& plan, state_call const& c, bool back);
+/// Returns the bytes that the gated delta rule of bfloat16 keeps for its backward of 64 tokens, or fewer, and a value
+/// head, 128 channels; 0: none on this device.
+index_t kept_on(device_group& g);
 /// chosen: (tokens, choices) int64; places: one a token, on the host. Waits for the device. It ends before `g`.
 std::unique_ptr<device_experts> share_on(device_group& g, tensor const& chosen, index_t experts,
                                          std::vector<index_t> const& places);
