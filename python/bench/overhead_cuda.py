@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prints what a call of cpx.torch costs the host on a GPU, with tiny tensors, and how long the device takes with large
-ones: one rank, or several by torchrun."""
+ones: one rank, or several by torchrun. An argument: the path of bench.cuda.delta_rule_calls, of which one rank prints
+C++'s times of the delta rule before and behind its own, of a cool device and of a warm one."""
 
 import os
+import statistics
+import subprocess
+import sys
 import tempfile
 import time
 
@@ -18,24 +22,26 @@ if world > torch.cuda.device_count():  # NCCL takes ranks of one GPU if they see
     os.environ.update(NCCL_HOSTID=str(rank), NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
 
 
-def microseconds(call, calls=200, times=9):
-    """Returns the time of the host for one call, the least of several, with a device that has nothing else to do."""
-    call()
-    best = float("inf")
+def microseconds(call, calls=10, times=101):
+    """Returns the time of the host for one call, the median of many tens, with a device that has nothing else to do.
+
+    Of more calls in a row it would be the device's: the driver takes a thousand launches ahead of it.
+    """
+    took = []
     for _ in range(times):
         torch.cuda.synchronize()
         begin = time.perf_counter()
         for _ in range(calls):
             call()
-        best = min(best, time.perf_counter() - begin)
+        took.append(time.perf_counter() - begin)
     torch.cuda.synchronize()
-    return best / calls * 1e6
+    return statistics.median(took) / calls * 1e6
 
 
-def milliseconds(call, calls=10, times=5):
-    """Returns the time of the device for one call, the least of several."""
+def milliseconds(call, calls=10, times=9):
+    """Returns the time of the device for one call, the median of several tens."""
     call()
-    best = float("inf")
+    took = []
     for _ in range(times):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
@@ -43,8 +49,8 @@ def milliseconds(call, calls=10, times=5):
             call()
         end.record()
         torch.cuda.synchronize()
-        best = min(best, begin.elapsed_time(end))
-    return best / calls
+        took.append(begin.elapsed_time(end))
+    return statistics.median(took) / calls
 
 
 def problem(comm, lengths, hidden, heads):
@@ -65,6 +71,69 @@ def problem(comm, lengths, hidden, heads):
     }, batch
 
 
+class Nothing(torch.autograd.Function):
+    """What torch itself takes for a node with as many tensors: it keeps six and makes one."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, g, beta, saved):
+        ctx.save_for_backward(q, k, v, g, beta, saved)
+        return torch.empty_like(v)
+
+    @staticmethod
+    def backward(ctx, do):
+        q, k, v, g, beta, _ = ctx.saved_tensors
+        return None, None, torch.empty_like(v), None, None, None
+
+
+def of_delta_rule(say, comm, lengths, heads, norms):
+    """Prints a line of the delta rule as bench.cuda.delta_rule_calls does: a forward that autograd does not record, one
+    that it does, and a backward; of tiny tensors the host's times, a backward being that of ten calls in a row."""
+    sharding = cpx.shard(cpx.thd.from_lengths(lengths), cpx.zigzag(1))
+    plan, rows = ct.carry(sharding, comm), sharding.rows(0)
+    kind = {"device": device, "dtype": torch.bfloat16}
+    unit = torch.nn.functional.normalize
+    q, k = (unit(torch.randn(rows, heads[0], heads[2], **kind), dim=-1) for _ in range(2))
+    v = torch.randn(rows, heads[1], heads[3], **kind)
+    g, beta = -torch.rand(rows, heads[1], device=device), torch.rand(rows, heads[1], device=device)
+    dy = torch.randn_like(v)
+
+    def call(v, q=q, k=k, g=g, beta=beta):
+        return ct.gated_delta_rule(q, k, v, g, beta, plan, comm, qk_l2norm=norms)
+
+    def line(name, unit, digits, *times):
+        size = f"{len(lengths):2} x {lengths[0]:<6} {'norms' if norms else '':5}"
+        say(f"{name:6} {unit:6} {size}" + "".join(f" {t:10.{digits}f}" for t in times), flush=True)
+
+    if rows > 100:
+        wanted = [x.clone().requires_grad_() for x in (v, q, k, g, beta)]
+        y = call(*wanted)
+        line(
+            "torch", "ms", 3, milliseconds(lambda: call(v)), milliseconds(lambda: call(*wanted)),
+            milliseconds(lambda: torch.autograd.grad(y, wanted, dy, retain_graph=True))
+        )
+        return
+    x = v.clone().requires_grad_()
+
+    def ten(node):
+        y = x
+        for _ in range(10):
+            y = node(y)
+        return y
+
+    line(
+        "torch", "us", 1, microseconds(lambda: call(v)), microseconds(lambda: call(x)), backward_microseconds(ten(call), x)
+    )
+    saved = torch.empty(4, device=device)
+    empty = lambda v: Nothing.apply(q, k, v, g, beta, saved)
+    line("empty", "us", 1, float("nan"), microseconds(lambda: empty(x)), backward_microseconds(ten(empty), x))
+
+
+def backward_microseconds(y, x):
+    """Returns the time of the host for the backward of one of the ten calls of which y is made."""
+    dy = torch.ones_like(y)
+    return microseconds(lambda: torch.autograd.grad(y, x, dy, retain_graph=True), calls=1) / 10
+
+
 def backward(call, x):
     x.grad = None
     y = call(x)
@@ -78,6 +147,15 @@ def main():
     comm = ct.communicator()
     say = print if rank == 0 else lambda *_: None
     say(f"{torch.cuda.get_device_name(device)}, {world} ranks, torch {torch.__version__}")
+    if world == 1:
+        peer = sys.argv[1:]
+        for _ in range(2):
+            if peer:
+                print(subprocess.run(peer, check=True, capture_output=True, text=True).stdout, end="", flush=True)
+            for norms in (False, True):
+                of_delta_rule(say, comm, [20], (2, 2, 16, 16), norms)
+                for lengths in ([32768], [8192] * 4):
+                    of_delta_rule(say, comm, lengths, (16, 32, 128, 128), norms)
     small, _ = problem(comm, [7, 13], 8, (2, 2, 16, 16))
     say("host, us a call, tiny tensors     forward   forward and backward")
     for name, (call, x) in small.items():
