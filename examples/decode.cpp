@@ -224,6 +224,12 @@ std::vector<double> decode(cpx::qwen_checkpoint<double> const& model, cpx::thd c
     return to;
 }
 
+/// A line of the table: a strategy by the names of its parts, and the largest difference from the reference.
+struct result {
+    char const *prefill, *recurrence, *attention;
+    double delta;
+};
+
 } // namespace
 
 int main(int argc, char** argv) {
@@ -245,9 +251,7 @@ int main(int argc, char** argv) {
         cpx::safetensors const file(reference);
         auto const [whole, ids] = qwen::read_tokens(file, model.config);
         auto const expected = file.read<double>("logprobs", {whole.tokens()});
-        std::printf("%d ranks; of %lld tokens the last %lld of each sequence one by one\n\n%-18s %-12s %-10s %s\n", of,
-                    static_cast<long long>(whole.tokens()), static_cast<long long>(tokens), "prefill", "recurrence",
-                    "attention", "|delta log-probability|");
+        std::vector<result> results;
         for (char const* const layout : {"sequential", "sequential:batch", "zigzag", "striped"})
             for (char const* const recurrence : {"scan", "serial", "by heads"})
                 for (bool const heads : {false, true}) {
@@ -259,9 +263,13 @@ int main(int argc, char** argv) {
                         delta = std::max(delta, examples::number(std::abs(found[i] - expected[i]), file.where(),
                                                                  "log-probability " + std::to_string(i)));
                     equal = equal && delta <= 1e-9;
-                    std::printf("%-18s %-12s %-10s %.1e\n", layout, recurrence, heads ? "by heads" : "by tokens",
-                                delta);
+                    results.push_back({layout, recurrence, heads ? "by heads" : "by tokens", delta});
                 }
+        std::printf("%d ranks; of %lld tokens the last %lld of each sequence one by one\n\n%-18s %-12s %-10s %s\n", of,
+                    static_cast<long long>(whole.tokens()), static_cast<long long>(tokens), "prefill", "recurrence",
+                    "attention", "|delta log-probability|");
+        for (result const& r : results)
+            std::printf("%-18s %-12s %-10s %.1e\n", r.prefill, r.recurrence, r.attention, r.delta);
         std::printf("\n%s\n", equal ? "all as whole sequences" : "not as whole sequences");
     });
     return code ? code : !equal;

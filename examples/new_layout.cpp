@@ -80,8 +80,8 @@ results run_operators(How, S const& sharding) {
 /// Throws unless two results agree to within `tolerance`.
 void compare(results const& expected, results const& got, double tolerance) {
     char const* const names[] = {"causal_conv1d", "gated_delta_rule", "attention"};
-    for (std::size_t i = 0; i < expected.size(); ++i)
-        examples::compare("new_layout", names[i], expected[i], got[i], tolerance);
+    for (std::size_t i = 0; i < std::size(names); ++i)
+        examples::compare("new_layout", names[i], expected.at(i), got.at(i), tolerance);
 }
 
 template <cpx::any_sharding From, cpx::any_sharding To>

@@ -49,12 +49,15 @@ std::vector<double> on_ranks(S const& sharding, F&& program) {
     return results.front();
 }
 
-/// Prints the largest difference. Throws `cpx::error` for `program` if it is more than `tolerance`.
+/// Prints the largest difference. Throws `cpx::error` for `program` if it is more than `tolerance`, or if one of both
+/// has more numbers.
 inline void compare(char const* program, char const* what, std::vector<double> const& expected,
                     std::vector<double> const& got, double tolerance) {
+    cpx::require(got.size() == expected.size(), program, (std::string("elements of ") + what).c_str(), expected.size(),
+                 got.size());
     double worst = 0;
     for (std::size_t i = 0; i < expected.size() && !std::isnan(worst); ++i) { // std::max would pass over a NaN
-        double const off = std::abs(expected[i] - got.at(i));
+        double const off = std::abs(expected[i] - got[i]);
         if (!(off <= worst)) worst = off;
     }
     std::printf("  %-16s largest difference to one rank %.1e\n", what, worst);

@@ -15,6 +15,7 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <limits>
 #include <map>
 #include <sstream>
 #include <string>
@@ -170,6 +171,41 @@ struct archive {
         REQUIRE(t.dtype == "I64");
         std::memcpy(t.bytes.data() + 8 * i, &value, 8);
     }
+
+    /// Makes the first element of a float32 or float64 tensor a NaN.
+    void poison(std::string const& name) {
+        tensor& t = tensors.at(name);
+        auto const put = [&](auto nan) { std::memcpy(t.bytes.data(), &nan, sizeof nan); };
+        REQUIRE((t.dtype == "F32" || t.dtype == "F64"));
+        if (t.dtype == "F32")
+            put(std::numeric_limits<float>::quiet_NaN());
+        else
+            put(std::numeric_limits<double>::quiet_NaN());
+    }
+};
+
+/// Copies of the files of a model and of its reference, to be damaged.
+struct copies {
+    /// `more` are the program's arguments besides the files.
+    explicit copies(fs::path const& of, std::vector<std::string> const& more = {}) : from(of), others(more) {
+        fs::create_directories(model);
+        for (char const* name : {"config.json", "model.safetensors"}) fs::copy_file(from / name, model / name);
+        fs::copy_file(from / "reference.safetensors", expected);
+    }
+    /// Changes one setting of what was copied.
+    void config(std::string const& key, json const& value) const {
+        json all = json::parse(read(from / "config.json"));
+        all[key] = value;
+        write(model / "config.json", all.dump());
+    }
+    std::vector<std::string> options() const {
+        return std::vector<std::string>{"--model", model.string(), "--reference", expected.string()} + others;
+    }
+
+    fs::path from;
+    std::vector<std::string> others;
+    folder home;
+    fs::path model = home / "model", expected = home / "expected.safetensors";
 };
 
 /// Returns the lengths at which a truncated safetensors file of `bytes` is most likely to be misread.

@@ -6,7 +6,6 @@
 
 #include <examples/program.hpp>
 
-#include <limits>
 #include <set>
 #include <tuple>
 
@@ -25,6 +24,9 @@ arguments on(fs::path const& model, fs::path const& expected, std::string const&
 }
 
 arguments const tiny = on(data, reference, "3");
+
+/// How copies of the files are run.
+arguments const one_strategy{"--ranks", "2", "--linear", "zigzag"};
 
 /// Checks the gradients of one strategy: all weights and features of the reference, each within the limit.
 void check_gradients(json const& s, bool wide, std::set<std::string> const& weights) {
@@ -118,24 +120,6 @@ std::set<std::string> with_gradients(fs::path const& model) {
 double loss_of(fs::path const& model) {
     return cpx::safetensors(model / "reference.safetensors").read<double>("loss").at(0);
 }
-
-/// Copies of the model's and the reference's files, to be damaged.
-struct copies {
-    explicit copies(fs::path const& from = data) {
-        fs::create_directories(model);
-        for (char const* name : {"config.json", "model.safetensors"}) fs::copy_file(from / name, model / name);
-        fs::copy_file(from / "reference.safetensors", expected);
-    }
-    void config(std::string const& key, json const& value) const {
-        json all = json::parse(read(data / "config.json"));
-        all[key] = value;
-        write(model / "config.json", all.dump());
-    }
-    arguments options() const { return on(model, expected, "2") + arguments{"--linear", "zigzag"}; }
-
-    folder home;
-    fs::path model = home / "model", expected = home / "expected.safetensors";
-};
 
 } // namespace
 
@@ -236,7 +220,7 @@ TEST_SUITE("examples") {
     }
 
     TEST_CASE("images and videos that do not fit the text are refused, other positions are told") {
-        copies const c(deepstack);
+        copies const c(deepstack, one_strategy);
         archive const good(c.expected);
         auto const options = on(c.model, c.expected, "3");
         auto const refuse = [&](auto change, arguments const& passages) {
@@ -371,7 +355,7 @@ TEST_SUITE("examples") {
     }
 
     TEST_CASE("files that are missing, cut short or not what they claim are refused") {
-        copies const c;
+        copies const c(data, one_strategy);
         auto const refuse = [&](arguments const& passages) {
             check_refusal(c.options(), arguments{"qwen: "} + passages);
         };
@@ -408,7 +392,7 @@ TEST_SUITE("examples") {
     }
 
     TEST_CASE("a weight that head and embedding share has the bits of one rank, too") {
-        copies const c;
+        copies const c(data, one_strategy);
         c.config("tie_word_embeddings", true);
         for (arguments const& linear :
              {arguments{"head_sharded"}, arguments{"zigzag", "--carry", "serial", "--cut", "aligned:64"}}) {
@@ -424,24 +408,20 @@ TEST_SUITE("examples") {
     }
 
     TEST_CASE("a NaN in the model or in the reference is no agreement") {
-        copies const c;
-        auto const poison = [](archive& a, std::string const& name) {
-            auto const nan = std::numeric_limits<float>::quiet_NaN();
-            std::memcpy(a.tensors.at(name).bytes.data(), &nan, sizeof nan);
-        };
+        copies const c(data, one_strategy);
         archive model(data / "model.safetensors"), expected(reference);
-        poison(expected, "grad.lm_head.weight");
+        expected.poison("grad.lm_head.weight");
         expected.save(c.expected);
         CHECK(run(c.options()).code == 0); // gradients are not asked for
         check_refusal(c.options() + arguments{"--backward"}, {"grad.lm_head.weight", "a number", "nan"});
         fs::copy_file(reference, c.expected, fs::copy_options::overwrite_existing);
-        poison(model, "model.norm.weight");
+        model.poison("model.norm.weight");
         model.save(c.model / "model.safetensors");
         check_refusal(c.options(), {"log-probability 0", "a number", "nan"});
     }
 
     TEST_CASE("a config of another model, or none at all, is refused") {
-        copies const c;
+        copies const c(data, one_strategy);
         auto const refuse = [&](arguments const& passages) {
             check_refusal(c.options(), arguments{"config.json"} + passages);
             fs::copy_file(data / "config.json", c.model / "config.json", fs::copy_options::overwrite_existing);
@@ -468,7 +448,7 @@ TEST_SUITE("examples") {
     }
 
     TEST_CASE("a weight that is missing or misshapen is refused by name") {
-        copies const c;
+        copies const c(data, one_strategy);
         fs::path const file = c.model / "model.safetensors";
         archive const good(data / "model.safetensors");
         good.save(file);
@@ -502,7 +482,7 @@ TEST_SUITE("examples") {
     }
 
     TEST_CASE("a batch that is none is refused") {
-        copies const c;
+        copies const c(data, one_strategy);
         archive const good(reference);
         auto const refuse = [&](auto change, arguments const& passages) {
             auto damaged = good;
