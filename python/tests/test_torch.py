@@ -307,12 +307,71 @@ def test_rows_come_to_their_experts_and_back_with_their_gradients():
             near(got, expected, torch.float64)
 
 
+media = cpx.media([(1, 4, 6), (1, 2, 4)], [(2, 4, 4)])
+pictured = cpx.thd.from_lengths([14, 7, 12])
+image, video = 100, 101
+ids = torch.tensor([1] * 5 + [image] * 6 + [1] * 8 + [image] * 2 + [video] * 4 + [1] * 2 + [video] * 4 + [1] * 2)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_positions_of_images_and_videos_are_those_of_the_whole_batch(world):
+    sharding = cpx.shard(pictured, cpx.zigzag(world))
+    axes, deltas = cpx.batch_mrope_positions(media, pictured, ids.numpy(), image, video)
+
+    def program(comm):
+        comm = ct.communicator(comm)
+        at = ct.mrope_positions(media, sharding, share(sharding, comm, ids), comm, image=image, video=video)
+        own = sharding.global_rows(comm.rank)
+        assert at.axes.dtype is torch.int64 and torch.equal(at.axes, torch.from_numpy(axes[:, own]))
+        assert torch.equal(at.placeholders("video"), (ids[own] == video).nonzero()[:, 0])
+        assert torch.equal(at.deltas(comm), torch.from_numpy(deltas))
+
+    cpx.run(world, program)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("kind", ["image", "video"])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_features_come_to_their_placeholders_and_their_gradients_home(world, kind, dtype):
+    held = (ids == (image if kind == "image" else video))[:, None]
+    x, features = numbers(pictured.tokens, 4, dtype=dtype), numbers(media.rows(kind), 4, dtype=dtype, seed=1)
+    by, deep_by = (numbers(pictured.tokens, 4, dtype=dtype, seed=s) for s in (2, 3))
+    sharding, tower = cpx.shard(pictured, cpx.zigzag(world)), cpx.features_by_item(media, kind, world)
+
+    def program(comm):
+        comm = ct.communicator(comm)
+        at = ct.mrope_positions(media, sharding, share(sharding, comm, ids), comm, image=image, video=video)
+        plan, results = ct.relayout(tower, at.features(kind), comm), []
+        for run, scale in (ct.put_features, by), (ct.add_features, deep_by):
+            text, made = share(sharding, comm, x), share(tower, comm, features)
+            y = run(text, ct.exchange(made, plan, comm), at, kind)
+            (y * share(sharding, comm, scale).detach()).sum().backward()
+            assert torch.equal(text.detach(), share(sharding, comm, x))
+            results += y, text.grad, made.grad
+        return results
+
+    put, dput, dfeatures, added, dadded, ddeep = zip(*cpx.run(world, program))
+    at_rows = torch.zeros_like(x).masked_scatter(held, features)
+    assert torch.equal(whole(sharding, put), torch.where(held, at_rows, x))
+    assert torch.equal(whole(sharding, dput), by.masked_fill(held, 0))
+    assert torch.equal(whole(tower, dfeatures), by[held[:, 0]])
+    assert torch.equal(whole(sharding, added), torch.where(held, x + at_rows, x))
+    assert torch.equal(whole(sharding, dadded), deep_by)
+    assert torch.equal(whole(tower, ddeep), deep_by[held[:, 0]])
+
+
 def one_rank(program):
     """Runs a program in this thread: torch 2.11 ends the process if a second thread traces."""
     return program(ct.communicator(cpx.threads(1)[0]))
 
 
-small = cpx.thd([0, 3, 3, 10])
+small = cpx.thd([0, 3, 3, 10])  # an image lies in its first sequence
+
+
+def pictures(comm):
+    """Returns the positions of a small batch, one image of 2 features in 10 rows, on one rank."""
+    tokens = torch.tensor([1, image, image, 1, 1, 1, 1, 1, 1, 1])
+    return ct.mrope_positions(cpx.media([(1, 2, 4)]), cpx.shard(small, cpx.zigzag(1)), tokens, comm, image=image)
 
 
 def calls(comm):
@@ -338,6 +397,10 @@ def calls(comm):
     yield ops.to_experts_backward, (numbers(20, 4), [10, 2, 4], at.handle)
     yield ops.to_tokens, (numbers(20, 3, 2).requires_grad_(), 10, 2, at.handle)
     yield ops.to_tokens_backward, (numbers(10, 2, 4), [20, 4], at.handle)
+    shown, features = pictures(comm), numbers(2, 4, seed=1).requires_grad_()
+    for name in ("put_features", "add_features"):
+        yield getattr(ops, name), (x, features, shown.handle, "image")
+        yield getattr(ops, name + "_backward"), (x.detach(), shown.handle, "image", [2, 4])
     plan = ct.attention_plan(zigzag, cpx.replicated(1, small), cpx.AttentionHeads(2, 1, 3), comm)
     q, k, v = numbers(10, 2, 3).requires_grad_(), numbers(10, 1, 3, seed=1), numbers(10, 1, 3, seed=2).requires_grad_()
     yield ops.attention, (q, k, v, None, 2, plan.handle, comm.handle)
@@ -427,6 +490,9 @@ def test_gradients_are_those_of_differences():
         check(lambda x: ct.shift_rows(x, halo, comm), x)
         check(lambda x: ct.sum_over_ranks(x, comm), x)
         check(lambda x, w: ct.causal_conv1d(x, w, halo, comm, w[0], "silu"), (x, weight))
+        shown, features = pictures(comm), numbers(2, 4, seed=2).requires_grad_()
+        check(lambda x, f: ct.put_features(x, f, shown, "image"), (x, features))
+        check(lambda x, f: ct.add_features(x, f, shown, "image"), (x, features))
         plan = ct.attention_plan(sharding, cpx.replicated(1, small), cpx.AttentionHeads(2, 1, 3), comm)
         q, k, v = (numbers(10, n, 3, seed=n).requires_grad_() for n in (2, 1, 1))
         check(lambda *qkv: ct.attention(*qkv, plan, comm, scale=0.7), (q, k, v))
@@ -503,6 +569,31 @@ def test_compiled_it_runs_on_ranks_that_are_threads():
     assert cpx.run(2, program, deadline=60) == [True, True]
 
 
+def test_compiled_features_serve_other_positions_without_another_compilation():
+    torch._dynamo.reset()
+
+    def forward(x, features, at):
+        return ct.add_features(ct.put_features(torch.sin(x), features, at, "image"), 2 * features, at, "image")
+
+    compiled = torch.compile(forward, fullgraph=True, backend="aot_eager")
+
+    def gradients(call, at):
+        x, features = numbers(10, 4).requires_grad_(), numbers(2, 4, seed=1).requires_grad_()
+        y = call(x, features, at)
+        y.square().sum().backward()
+        return y.detach(), x.grad, features.grad
+
+    def program(comm):
+        made = [pictures(comm) for _ in range(4)]
+        for at in made[:2]:
+            assert same(gradients(compiled, at), gradients(forward, at))
+        with torch.compiler.set_stance("fail_on_recompile"):
+            for at in made[2:]:
+                assert same(gradients(compiled, at), gradients(forward, at))
+
+    one_rank(program)
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_checkpoint_computes_the_same_bits_again(reentrant):
     layer = Layer(2)
@@ -521,10 +612,12 @@ def test_a_checkpoint_computes_the_same_bits_again(reentrant):
 def test_a_double_backward_is_refused_by_name():
     def program(comm):
         zigzag = cpx.shard(small, cpx.zigzag(1))
-        halo, weight = ct.halo(zigzag, comm, 3), numbers(4, 4, seed=1)
+        halo, weight, shown = ct.halo(zigzag, comm, 3), numbers(4, 4, seed=1), pictures(comm)
         for name, call in {
             "exchange": lambda x: ct.exchange(x, ct.relayout(zigzag, zigzag, comm), comm),
             "causal_conv1d": lambda x: ct.causal_conv1d(x, weight, halo, comm),
+            "put_features": lambda x: ct.put_features(x, x[:2], shown, "image"),
+            "add_features": lambda x: ct.add_features(x, x[:2], shown, "image"),
             "gated_delta_rule": lambda x: ct.gated_delta_rule(
                 *(x.reshape(10, 2, 2) for _ in range(3)), -x[:, :2].exp(), x[:, 2:].sigmoid().contiguous(),
                 ct.carry(zigzag, comm), comm
@@ -571,6 +664,26 @@ def wrong_calls(comm):
     every = ct.attention_plan(zigzag, cpx.replicated(1, small), cpx.AttentionHeads(2, 2, 3), comm)
     yield "attention: .*v", lambda: ct.attention(delta[0], delta[1], delta[2][:9], every, comm)
     yield "gated_delta_rule: .*initial", lambda: ct.gated_delta_rule(*delta, carry, comm, initial=torch.zeros(3, 2))
+    shown, f = pictures(comm), torch.zeros(2, 4)
+    yield "put_features: dtype of features.*float64", lambda: ct.put_features(x, f.double(), shown, "image")
+    yield "put_features: dtype of .*int64", lambda: ct.put_features(x.long(), f.long(), shown, "image")
+    yield "put_features: device of features", lambda: ct.put_features(x, f.to("meta"), shown, "image")
+    yield "put_features: .*features.*2.*3", lambda: ct.put_features(x, torch.zeros(3, 4), shown, "image")
+    yield "add_features: .*x.*10.*9", lambda: ct.add_features(x[:9], f, shown, "image")
+    yield "add_features: memory of features.*side by side", (
+        lambda: ct.add_features(x, torch.zeros(4, 2).t(), shown, "image")
+    )
+    yield "add_features: kind.*text", lambda: ct.add_features(x, f, shown, "text")
+    yield "add_features: positions: expected what cpx.torch.mrope_positions returns, got Relayout", (
+        lambda: ct.add_features(x, f, relayout, "image")
+    )
+    yield "put_features: positions.*is gone", lambda: torch.ops.cpx.put_features(x, f, -1, "image")
+    tokens = torch.ones(10, dtype=torch.int64)
+    yield "mrope_positions: media: .*got int", lambda: ct.mrope_positions(3, zigzag, tokens, comm)
+    yield "mrope_positions: sharding: .*got Relayout", lambda: ct.mrope_positions(media, relayout, tokens, comm)
+    yield "mrope_positions: dtype of ids", lambda: ct.mrope_positions(media, zigzag, tokens.double(), comm)
+    yield "mrope_positions: ids: .*got list", lambda: ct.mrope_positions(media, zigzag, [1], comm)
+    yield "mrope_positions: image placeholders.*got 0", lambda: ct.mrope_positions(media, zigzag, tokens, comm, image)
     at = ct.ExpertExchange(torch.zeros(10, 1, dtype=torch.int64), 2, range(10), comm)
     yield "expert_exchange: chosen: expected a torch.Tensor, got ndarray", (
         lambda: ct.ExpertExchange(torch.zeros(10, 1).numpy(), 2, range(10), comm)

@@ -22,7 +22,8 @@ packings. Every rank makes the same calls in the same order, in the backward, to
 from ._attention import attention, attention_plan, rotary
 from ._experts import ExpertExchange
 from ._group import communicator
-from ._objects import Attention, Carry, Communicator, Halo, Relayout, carry, halo, relayout
+from ._media import add_features, mrope_positions, put_features
+from ._objects import Attention, Carry, Communicator, Halo, Positions, Relayout, carry, halo, relayout
 from ._ops import (
     causal_conv1d,
     channel_decay_attention,
@@ -40,7 +41,9 @@ __all__ = [
     "Communicator",
     "ExpertExchange",
     "Halo",
+    "Positions",
     "Relayout",
+    "add_features",
     "attention",
     "attention_plan",
     "carry",
@@ -52,6 +55,8 @@ __all__ = [
     "halo",
     "head_decay_attention",
     "kimi_delta_attention",
+    "mrope_positions",
+    "put_features",
     "relayout",
     "rotary",
     "shift_rows",

@@ -150,6 +150,30 @@ class Attention(_Held):
         self.query_heads = last - first
 
 
+class Positions(_Held):
+    """Positions of a rank's rows, and which of them hold placeholders. `mrope_positions` makes it.
+
+    axes: (3, rows) int64, time, height and width, as `rotary` takes them.
+    """
+
+    def __init__(self, of):
+        super().__init__(of)
+        self.axes = torch.from_numpy(of.axes)
+
+    def placeholders(self, kind):
+        """Returns the rank's rows that hold placeholders of a kind, "image" or "video": int64, ascending."""
+        return torch.from_numpy(self.of.placeholders(kind))
+
+    def features(self, kind):
+        """Returns the sharding of a kind's features by placeholder: where `relayout` brings them."""
+        return self.of.features(kind)
+
+    def deltas(self, comm):
+        """Returns (sequences,) int64: by how much the position of a token decoded behind a sequence differs from its
+        number in the sequence. Collective."""
+        return torch.from_numpy(self.of.deltas(taken_comm("mrope_positions", comm).of))
+
+
 def _taken(where, what, given, kind, base):
     """Returns an object of this module. One of package cpx gets a handle that lives as long as this call needs it."""
     if isinstance(given, kind):
