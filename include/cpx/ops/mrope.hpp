@@ -10,6 +10,10 @@
 
 namespace cpx {
 
+namespace detail {
+struct positions_maker;
+}
+
 /// Positions of one rank's rows, and which of them hold placeholders. Made once a batch, for all layers and stages.
 template <any_sharding S>
 class sharded_positions {
@@ -61,9 +65,7 @@ private:
     of_kind images_, videos_;
     bool overruns_ = false;
 
-    template <sharded_like Ids, transport Comm>
-        requires std::integral<element_of<Ids>>
-    friend sharded_positions<sharding_of<Ids>> mrope_positions(media const&, Ids const&, media_tokens, Comm&, caller);
+    friend detail::positions_maker; // a class: clang++ 16 knows no function with constraints as a friend
 };
 
 namespace detail {
@@ -102,6 +104,26 @@ std::vector<media_count> gather_counts(media const& m, S const& sharding, std::v
         for (auto const kind : kinds) count.*kind = *next++;
     return all;
 }
+
+/// Makes positions of what has been computed of the rank's rows, of images and then of videos.
+struct positions_maker {
+    template <any_sharding S>
+    static sharded_positions<S> make(media const& m, S const& sharding, int rank, std::vector<index_t> axes,
+                                     std::vector<index_t> (&held)[2], media_places& places, caller here) {
+        auto const features = [&](media_kind kind, std::vector<owned_piece> const& pieces) {
+            if constexpr (S::every_row)
+                return replicated<>(sharding.ranks(), m.batch(kind), here);
+            else
+                return piecewise<by_placeholder>(sharding.ranks(), m.batch(kind), pieces, here);
+        };
+        sharded_positions<S> result(sharding, rank, std::move(axes),
+                                    {std::move(held[0]), features(media_kind::image, places.images)},
+                                    {std::move(held[1]), features(media_kind::video, places.videos)});
+        result.deltas_ = std::move(places.deltas);
+        result.overruns_ = m.overruns();
+        return result;
+    }
+};
 
 } // namespace detail
 
@@ -152,18 +174,7 @@ sharded_positions<sharding_of<Ids>> mrope_positions(media const& m, Ids const& i
             if (most >= 0) delta = std::max(delta, 1 + most - sharding.batch().valid(s));
         },
         here);
-    auto const features = [&](media_kind kind, std::vector<owned_piece> const& pieces) {
-        if constexpr (S::every_row)
-            return replicated<>(sharding.ranks(), m.batch(kind), here);
-        else
-            return piecewise<by_placeholder>(sharding.ranks(), m.batch(kind), pieces, here);
-    };
-    sharded_positions<S> result(sharding, rank, std::move(axes),
-                                {std::move(held[0]), features(media_kind::image, places.images)},
-                                {std::move(held[1]), features(media_kind::video, places.videos)});
-    result.deltas_ = std::move(places.deltas);
-    result.overruns_ = m.overruns();
-    return result;
+    return detail::positions_maker::make(m, sharding, rank, std::move(axes), held, places, here);
 }
 
 template <class X, class Y>
