@@ -1,24 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a call of the gated delta rule's operator takes of the host, and of the device, on one rank: what
 // python/bench/overhead_cuda.py prints of cpx.torch.
-#include <cpx/cpx.hpp>
 #include <cpx/cuda/shared_communicator.hpp>
-#include <cpx/ops/cuda/gated_delta_rule.hpp>
 
-#include "random.hpp"
+#include "delta_rule_tensors.hpp"
 #include "timing.hpp"
 
 #include <algorithm>
 #include <chrono>
-#include <cmath>
 #include <cstdio>
 #include <vector>
 
 namespace {
 
-using cpx::index_t, cpx::rows;
+using cpx::index_t;
 namespace cuda = cpx::cuda;
-using element = __nv_bfloat16;
 
 /// Returns the microseconds that the host takes for one of ten calls, the median of many tens, while the device has
 /// nothing else to do.
@@ -41,54 +37,23 @@ double host_us(cudaStream_t stream, F&& f) {
 void time(cuda::communicator& comm, std::vector<index_t> const& lengths, cpx::delta_rule_heads const& heads,
           bool normalise, bool of_host) {
     auto const sharding = cpx::shard(cpx::thd::from_lengths(lengths), cpx::zigzag<1>());
-    auto const plan = cpx::carry<cpx::scan>(sharding, 0);
-    index_t const tokens = sharding.rows(0), keys = heads.key_heads * heads.key_dim,
-                  values = heads.value_heads * heads.value_dim, gates = heads.value_heads;
-    float const most = std::sqrt(3.0f / static_cast<float>(heads.key_dim)); // of vectors that are one long
-    auto const q = timing::random<element>(tokens * keys, 1, -most, most),
-               k = timing::random<element>(tokens * keys, 2, -most, most),
-               v = timing::random<element>(tokens * values, 3, -1, 1),
-               dout = timing::random<element>(tokens * values, 6, -1, 1);
-    auto const g = timing::random<float>(tokens * gates, 4, -1, 0),
-               beta = timing::random<float>(tokens * gates, 5, 0, 1);
-    cuda::buffer<element> const o(tokens * values), dq(tokens * keys), dk(tokens * keys), dv(tokens * values);
-    cuda::buffer<float> const dg(tokens * gates), dbeta(tokens * gates);
-    auto const on = [&](auto const& b) {
-        using T = std::remove_reference_t<decltype(*b.data())>;
-        return cpx::sharded(rows<T>(b.data(), tokens, b.size() / tokens), sharding, 0, comm.memory());
-    };
-    using S = std::remove_cvref_t<decltype(sharding)>;
-    cpx::delta_rule_options options;
-    options.qk_l2norm = normalise;
-    cuda::state_exchange by(comm);
-    auto const forward = [&](cpx::delta_rule_saved<element, cuda::memory>* saved) {
-        cpx::gated_delta_rule(plan,
-                              cpx::delta_rule_tensors<element, S, cuda::memory>{
-                                  on(q), on(k), on(v), on(g), on(beta), on(o), {}, {}, saved},
-                              heads, options, by);
-    };
-    cpx::delta_rule_saved<element, cuda::memory> kept;
+    using calls = timing::delta_rule<cpx::scan, std::remove_cvref_t<decltype(sharding)>>;
+    calls of(sharding, heads, normalise, comm);
+    typename calls::saved kept;
     kept.keeps = true;
-    forward(&kept);
+    of.forward(&kept);
     auto const saves = [&] {
-        cpx::delta_rule_saved<element, cuda::memory> saved;
+        typename calls::saved saved;
         saved.keeps = true;
-        forward(&saved);
-    };
-    auto const back = [&] {
-        cpx::gated_delta_rule_backward(plan,
-                                       cpx::delta_rule_tensors<element, S, cuda::memory>{
-                                           on(q), on(k), on(v), on(g), on(beta), on(o), {}, {}, &kept},
-                                       cpx::delta_rule_gradient_tensors<element, S, cuda::memory>{
-                                           on(dout), on(dq), on(dk), on(dv), on(dg), on(dbeta), {}, {}},
-                                       heads, options, by);
+        of.forward(&saved);
     };
     auto const took = [&](auto&& f) {
         if (of_host) return host_us(comm.stream(), f);
         return static_cast<double>(timing::median_ms(
             comm.stream(), f, [] {}, 10));
     };
-    double const alone = took([&] { forward(nullptr); }), saving = took(saves), backward = took(back);
+    double const alone = took([&] { of.forward(nullptr); }), saving = took(saves),
+                 backward = took([&] { of.backward(kept); });
     std::printf("C++    %-6s %2td x %-6td %-5s %10.*f %10.*f %10.*f\n", of_host ? "us" : "ms", std::ssize(lengths),
                 lengths[0], normalise ? "norms" : "", of_host ? 1 : 3, alone, of_host ? 1 : 3, saving, of_host ? 1 : 3,
                 backward);

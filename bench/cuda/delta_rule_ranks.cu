@@ -1,0 +1,87 @@
+// SPDX-License-Identifier: Apache-2.0
+// The gated delta rule of one long sequence between GPUs, a process each: forward and backward, states carried by
+// either carry, on layouts that hold a sequence in one piece and in two.
+#include <cpx/transport/nccl.hpp>
+
+#include "../../harness/processes.hpp"
+#include "delta_rule_tensors.hpp"
+#include "timing.hpp"
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <vector>
+
+namespace {
+
+using cpx::index_t;
+namespace cuda = cpx::cuda;
+constexpr index_t of_a_rank = 32768;
+
+/// Returns the slowest rank's milliseconds of a call, the median of rounds that ranks begin together.
+double slowest_ms(cpx::nccl& ranks, cudaStream_t stream, auto const& f) {
+    auto const all = [&](float ms) {
+        std::vector<float> of(static_cast<std::size_t>(ranks.ranks()));
+        ranks.gather(&ms, of.data(), sizeof ms);
+        return of;
+    };
+    return static_cast<double>(std::ranges::max(all(timing::median_ms(
+        stream, f, [&] { static_cast<void>(all(0)); }, 5))));
+}
+
+template <cpx::carry_kind How>
+void time(std::string const& layout, char const* how, auto const& sharding, cpx::delta_rule_heads const& heads,
+          cpx::nccl& ranks, timing::limits& limits) {
+    cuda::stream const stream;
+    cuda::communicator comm(ranks, stream);
+    using calls = timing::delta_rule<How, std::remove_cvref_t<decltype(sharding)>>;
+    calls of(sharding, heads, false, comm);
+    typename calls::saved kept;
+    kept.keeps = true;
+    double const forward = slowest_ms(ranks, stream, [&] { of.forward(nullptr); });
+    of.forward(&kept);
+    double const backward = slowest_ms(ranks, stream, [&] { of.backward(kept); });
+    if (ranks.rank() != 0) return;
+    std::printf("%2td/%-2td %-10s %-6s %10.3f %10.3f\n", heads.key_heads, heads.value_heads, layout.c_str(), how,
+                forward, backward);
+    std::fflush(stdout);
+    if (ranks.ranks() == 2 && heads.key_heads == 16 && how == std::string("scan"))
+        limits.at_most("forward, " + layout + ", scan, 16/32 heads", forward, 0.8, "ms");
+}
+
+std::string run(int rank) {
+    auto const ranks = cpx::nccl::from_environment(std::chrono::minutes(1));
+    int const count = ranks->ranks();
+    auto const batch = cpx::thd::from_lengths(std::vector<index_t>{count * of_a_rank});
+    if (rank == 0)
+        std::printf(
+            "gated delta rule, %td tokens in one sequence over %d ranks, %s: bfloat16, heads of 128, by send and "
+            "receive; ms of the slowest rank\n%-24s %10s %10s\n",
+            batch.tokens(), count, timing::device_name().c_str(), "", "forward", "backward");
+    timing::limits limits;
+    for (cpx::delta_rule_heads const& heads :
+         {cpx::delta_rule_heads{16, 32, 128, 128}, cpx::delta_rule_heads{2, 8, 128, 128}}) {
+        auto const both = [&](char const* name, auto const& layout) {
+            auto const sharding = cpx::shard(batch, layout, cpx::aligned<64>());
+            time<cpx::scan>(name, "scan", sharding, heads, *ranks, limits);
+            time<cpx::serial>(name, "serial", sharding, heads, *ranks, limits);
+        };
+        both("sequential", cpx::sequential<>(count));
+        both("zigzag", cpx::zigzag<>(count));
+    }
+    if (rank == 0) limits.print();
+    return "";
+}
+
+} // namespace
+
+int main(int argc, char**) try {
+    if (argc > 1) return std::fprintf(stderr, "usage: bench.cuda.delta_rule_ranks (no arguments)\n"), 2;
+    int const gpus = processes::gpus();
+    if (gpus < 2) return std::printf("cpx: skipped, 2 GPUs wanted, %d found\n", gpus), 0;
+    for (int const code : processes::run(gpus, run))
+        if (code != 0) return 1;
+} catch (std::exception const& error) {
+    std::fprintf(stderr, "bench.cuda.delta_rule_ranks: %s\n", error.what());
+    return 1;
+}
