@@ -186,7 +186,7 @@ __device__ __forceinline__ void back_walk<Halves>::make_x() const {
 }
 
 /// Clears what is never written, and makes the barriers.
-template <int Halves>
+template <int Halves, bool Folds>
 __device__ __forceinline__ void begin_walk_back(dstate_memory<Halves>& memory) {
     using layout = dstate_memory<Halves>;
     constexpr bool both = Halves == 2;
@@ -195,7 +195,7 @@ __device__ __forceinline__ void begin_walk_back(dstate_memory<Halves>& memory) {
         for (int i = 0; i < layout::stages; ++i) memory.full[i].init(1), memory.empty[i].init(12);
         for (int i = 0; i < layout::dout_stages; ++i) {
             memory.inverse_full[i].init(1), memory.inverse_empty[i].init(both ? 4 : 8);
-            memory.dout_full[i].init(1), memory.dout_empty[i].init(Halves);
+            memory.dout_full[i].init(1), memory.dout_empty[i].init(Folds ? 4 * Halves : Halves);
             for (auto& full : memory.dvalues_full[i]) full.init(4);
         }
         for (int i = 0; i < Halves; ++i) memory.p_full[i].init(4), memory.p_empty[i].init(4 * Halves);
@@ -209,18 +209,18 @@ __device__ __forceinline__ void begin_walk_back(dstate_memory<Halves>& memory) {
 /// Walks back along Halves halves of the value channels of a sequence and value head, `block` of all of them; `initial`
 /// and `last` of the walk are the gradients of the states after the sequences and before them. By two warps that load,
 /// one for each half that stores; a warpgroup each for P, X and the gradient of a half, or one for P and X and one each
-/// for the gradients of both halves.
+/// for the gradients of both halves. One that Folds leaves nothing but the gradient before the sequence.
 ///
 /// The warpgroups that carry the gradient are told here, not in a function of their own: their loop is the longest path
 /// of the backward, and the compiler schedules it otherwise there.
-template <int Halves>
+template <int Halves, bool Folds = false>
 __device__ __forceinline__ void walk_back(CUtensorMap const& queries, CUtensorMap const& keys, CUtensorMap const& dout,
                                           CUtensorMap const& dvalues, delta_walk const& in, delta_dvalues const& to,
                                           int block) {
     using layout = dstate_memory<Halves>;
     auto& memory = shared_memory<layout>();
     constexpr bool both = Halves == 2;
-    begin_walk_back<Halves>(memory);
+    begin_walk_back<Halves, Folds>(memory);
     int const heads = in.key_heads * in.group, first_half = both ? 0 : block % 2;
     int const head = block * Halves / 2 % heads, number = block * Halves / 2 / heads;
     delta_sequence const sequence = in.plan.sequences[number];
@@ -234,7 +234,7 @@ __device__ __forceinline__ void walk_back(CUtensorMap const& queries, CUtensorMa
             walk.load_keys(queries, keys, lane);
         else if (warp == 1)
             walk.load_dout(dout, lane);
-        else if (warp < 2 + Halves)
+        else if (!Folds && warp < 2 + Halves)
             walk.store_values(dvalues, to, both ? warp - 2 : 0, lane);
     } else if (group == 1) {
         cutlass::arch::warpgroup_reg_dealloc<104>();
@@ -248,7 +248,8 @@ __device__ __forceinline__ void walk_back(CUtensorMap const& queries, CUtensorMa
         int const own = Halves == 2 ? group - 2 : 0, half = first_half + own;
         half_state s;
         load_state(in.initial ? in.initial + in.state_of(number, head) : nullptr, half, s);
-        char* trace = in.states + in.half_of(sequence.first_chunk + chunks - 1, head, half) * (state_bytes / 2);
+        char* trace = in.states; // of the last chunk
+        if constexpr (!Folds) trace += in.half_of(sequence.first_chunk + chunks - 1, head, half) * (state_bytes / 2);
         ring<stages> r;
         ring<dout_stages> place;
         std::uint32_t d[16];
@@ -257,6 +258,7 @@ __device__ __forceinline__ void walk_back(CUtensorMap const& queries, CUtensorMa
             wait(memory.full[r.at], r.parity);
             wait(memory.dout_full[place.at], place.parity);
             load_transposed(memory.dout[place.at][own], d);
+            if constexpr (Folds) arrive_warp(memory.dout_empty[place.at]);
             fading = memory.gates[r.at].decay[delta_chunk - 1];
         };
         if (chunks > 0) await_chunk();
@@ -284,6 +286,7 @@ __device__ __forceinline__ void walk_back(CUtensorMap const& queries, CUtensorMa
                 cute::warpgroup_commit_batch();
             };
             auto const leave_trace = [&] {
+                if constexpr (Folds) return;
                 store_trace(f, trace);
                 trace -= in.half_of(1, 0, 0) * (state_bytes / 2);
             };
@@ -318,14 +321,18 @@ __device__ __forceinline__ void walk_back(CUtensorMap const& queries, CUtensorMa
             if constexpr (both) give_turn(5 - group);
             arrive_warp(memory.p_empty[p_at]);
             arrive_warp(memory.x_empty[side]);
-            std::uint32_t dv[16];
-            round_to_operand(dy, dv);
-            store_transposed(dv, memory.dout[dout_at][own]);
+            if constexpr (!Folds) {
+                std::uint32_t dv[16];
+                round_to_operand(dy, dv);
+                store_transposed(dv, memory.dout[dout_at][own]);
+            }
             r.next();
             place.next();
             if (i + 1 < chunks) await_chunk();
-            cutlass::arch::fence_view_async_shared(); // waits for what was written
-            arrive_warp(memory.dvalues_full[dout_at][own]);
+            if constexpr (!Folds) {
+                cutlass::arch::fence_view_async_shared(); // waits for what was written
+                arrive_warp(memory.dvalues_full[dout_at][own]);
+            }
             cute::warpgroup_wait<0>();
             keep(s);
             arrive_warp(memory.empty[at]);
@@ -362,6 +369,19 @@ static __global__ void __launch_bounds__(delta_walks_threads<Erases>, delta_walk
         delta::walk_back<Halves>(queries, keys, dout, dvalues, back, to, block); // which takes longer
     else
         delta::walk_along<true, Halves, false, true>(queries, dout, back, 0);
+#endif
+}
+
+/// Writes what the outputs of segments alone make the gradient of the state before them, `back.last`, by sequences *
+/// value heads * 2 / Halves blocks of 512 threads. Where nothing is erased `delta_rule_fold` does.
+template <int Halves>
+static __global__ void __launch_bounds__(512, 1)
+    delta_rule_fold_back(__grid_constant__ CUtensorMap const queries, __grid_constant__ CUtensorMap const keys,
+                         __grid_constant__ CUtensorMap const dout, delta_walk const back) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    wait_for_previous_kernel();
+    let_next_kernel_come();
+    delta::walk_back<Halves, true>(queries, keys, dout, dout, back, {}, static_cast<int>(blockIdx.x));
 #endif
 }
 

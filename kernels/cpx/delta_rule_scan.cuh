@@ -31,15 +31,16 @@ __device__ __forceinline__ int place_of_word(int value, int key) {
     return value / 64 * snapshot_words + (key / 8 * 128 + thread) * 4 + value % 16 / 8 * 2 + key % 2;
 }
 
-/// The warp that loads the keys and gates of a stretch's chunks, the values unless M is made.
-template <bool Erases>
+/// The warp that loads the keys and gates of a stretch's chunks, the values unless M is made; Back: last chunks first.
+template <bool Erases, bool Back>
 __device__ __forceinline__ void load_fold(CUtensorMap const& keys, CUtensorMap const& values, delta_walk const& in,
                                           fold_memory<Erases>& memory, delta_sequence const& sequence, int head,
                                           bool of_map, int first, int last) {
     constexpr int stages = fold_memory<Erases>::stages;
     int const heads = in.key_heads * in.group;
     ring<stages> r;
-    for (int c = first, landings = 0; c < last; ++c, r.next()) {
+    for (int i = first, landings = 0; i < last; ++i, r.next()) {
+        int const c = Back ? first + last - 1 - i : i;
         int const row = sequence.chunk_begin(c), n = sequence.chunk_end(c) - row;
         bool const whole = n == delta_chunk;
         barrier& full = whole ? memory.full[r.at] : memory.landed;
@@ -74,12 +75,15 @@ __device__ __forceinline__ void load_fold(CUtensorMap const& keys, CUtensorMap c
 /// sequence, and, without values, of the identity. Steps of segments are (key, value) and (key, key) channels, others
 /// are transposed. A grid of (stretches at most) * 2 * value heads blocks of 512 threads: a warp that loads, a
 /// warpgroup that makes X, two that have half a state each. Where nothing is erased, half the blocks, of 384 threads.
-template <bool Erases>
+///
+/// Back, with queries for keys and dO for values: what outputs alone make the gradient of the state before a segment.
+template <bool Erases, bool Back = false>
 static __global__ void __launch_bounds__(Erases ? 512 : 384, 1)
     delta_rule_fold(__grid_constant__ CUtensorMap const keys, __grid_constant__ CUtensorMap const values,
                     delta_walk const in, delta_steps const to) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     using namespace delta;
+    static_assert(!(Erases && Back));
     constexpr int stages = fold_memory<Erases>::stages, first_group = Erases ? 2 : 1;
     auto& memory = shared_memory<fold_memory<Erases>>();
     if constexpr (Erases) clear_triangles(memory.inverse);
@@ -105,7 +109,7 @@ static __global__ void __launch_bounds__(Erases ? 512 : 384, 1)
     if (group == 0) {
         cutlass::arch::warpgroup_reg_dealloc<40>();
         if (threadIdx.x < 32) {
-            load_fold<Erases>(keys, values, in, memory, sequence, head, of_map, first, last);
+            load_fold<Erases, Back>(keys, values, in, memory, sequence, head, of_map, first, last);
         }
     } else if (group < first_group) {
         cutlass::arch::warpgroup_reg_dealloc<104>();
@@ -140,7 +144,8 @@ static __global__ void __launch_bounds__(Erases ? 512 : 384, 1)
                 erase_and_write(memory, r.at, x, f, v, s, [] {});
             } else {
                 whole *= fading;
-                scale_tokens(v, memory.gates[r.at].onward, 1.0f, y);
+                delta_gates const& gates = memory.gates[r.at];
+                scale_tokens(v, Back ? gates.decay : gates.onward, Back ? in.scale : 1.0f, y);
                 keep(s);
                 cute::warpgroup_arrive();
                 multiply_down(s, y, memory.keys[r.at], true);
@@ -153,7 +158,7 @@ static __global__ void __launch_bounds__(Erases ? 512 : 384, 1)
             keep(s);
             if constexpr (!Erases) arrive_warp(read);
         }
-        if constexpr (!Erases)
+        if constexpr (!Erases && !Back)
             if (half == 0 && threadIdx.x % 128 == 0)
                 to.maps[std::int64_t{sequence.first_stretch + stretch.number} * heads + head] = whole;
         float* const end = (of_map ? to.maps : to.ends) + in.state_of(sequence.first_stretch + stretch.number, head);

@@ -19,6 +19,7 @@
 namespace {
 
 using namespace packed_heads;
+namespace gpu = cpx::cuda;
 
 results on_host(problem const& p, bool backward) {
     cpx::delta_rule_options const options{.qk_l2norm = false};
@@ -37,22 +38,10 @@ results on_host(problem const& p, bool backward) {
 template <class T>
 results on_gpu(problem const& p, bool backward, bool saves = false) {
     cpx::cuda::stream const stream;
-    buffer<T> const q = upload<T>(p.q), k = upload<T>(p.k), v = upload<T>(p.v), dout = upload<T>(p.dout);
-    buffer<float> const g = upload<float>(p.g), beta = upload<float>(p.beta), state = upload<float>(p.state),
-                        dlast = upload<float>(p.dlast);
-    buffer<index_t> const offsets{std::span<index_t const>(p.offsets)}, first{std::span<index_t const>(p.first)};
+    device_problem<T> const there{p};
     index_t const tokens = p.tokens(), keys = p.keys(), values = p.values(), heads = p.shape.value_heads;
-    buffer<char> const saved(saves ? cpx::cuda::gated_delta_rule_saved<T>(p.shape, tokens, p.sequences()) : 0);
-    cpx::cuda::gated_delta_rule_input<T> const in{{q.data(), tokens, keys},
-                                                  {k.data(), tokens, keys},
-                                                  {v.data(), tokens, values},
-                                                  {g.data(), tokens, heads},
-                                                  {beta.data(), tokens, heads},
-                                                  all(offsets),
-                                                  all(state),
-                                                  all(first),
-                                                  {},
-                                                  all(saved)};
+    buffer<char> const saved(saves ? gpu::gated_delta_rule_saved<T>(p.shape, tokens, p.sequences()) : 0);
+    auto const in = there.erasing(all(saved));
     auto const o = poisoned<T>(p.v.size());
     auto const last = poisoned<float>(p.state.size());
     buffer<char> const space(cpx::cuda::gated_delta_rule_workspace<T>(p.shape, tokens, p.sequences(), saves));
@@ -70,15 +59,14 @@ results on_gpu(problem const& p, bool backward, bool saves = false) {
     buffer<char> const more(cpx::cuda::gated_delta_rule_backward_workspace<T>(p.shape, tokens, p.sequences(), saves));
     cpx::cuda::check(cudaMemset(more.data(), 0xff, static_cast<std::size_t>(more.size())), "cudaMemset");
     cpx::cuda::check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
-    auto const path =
-        cpx::cuda::gated_delta_rule_backward<T>(p.shape, in, rows<T const>(dout.data(), tokens, values), all(dlast),
-                                                {{dq.data(), tokens, keys},
-                                                 {dk.data(), tokens, keys},
-                                                 {dv.data(), tokens, values},
-                                                 {dg.data(), tokens, heads},
-                                                 {dbeta.data(), tokens, heads},
-                                                 all(dstate)},
-                                                all(more), stream);
+    auto const path = cpx::cuda::gated_delta_rule_backward<T>(p.shape, in, there.gradients(), all(there.dlast),
+                                                              {{dq.data(), tokens, keys},
+                                                               {dk.data(), tokens, keys},
+                                                               {dv.data(), tokens, values},
+                                                               {dg.data(), tokens, heads},
+                                                               {dbeta.data(), tokens, heads},
+                                                               all(dstate)},
+                                                              all(more), stream);
     CHECK(path == r.path);
     r.dq = widen(dq.read());
     r.dk = widen(dk.read());
@@ -261,46 +249,52 @@ TEST_SUITE("cuda") {
         }
     }
 
-    TEST_CASE("what segments make of the state before them, one after the other, is the host's state after them") {
+    TEST_CASE_TEMPLATE("what segments make of states and of their gradients, one after the other, is the host's", T,
+                       float, __nv_bfloat16) {
         if (!has_gpus()) return;
-        using T = __nv_bfloat16;
-        auto p = make<T>({500}, 1, 2, 128, 128, kind::mild, 19);
-        auto const expected = on_host(p, false).last;
-        p.offsets = {0, 100, 100, 320, 500}; // of which one is empty
-        p.first = {0, 100, 100, 320};
-        constexpr index_t n = 128, heads = 2;
-        cpx::cuda::stream const stream;
-        buffer<T> const k = upload<T>(p.k), v = upload<T>(p.v);
-        buffer<float> const g = upload<float>(p.g), beta = upload<float>(p.beta);
-        buffer<index_t> const offsets{std::span<index_t const>(p.offsets)}, first{std::span<index_t const>(p.first)};
-        auto const maps = poisoned<float>(4 * heads * n * n), ends = poisoned<float>(4 * heads * n * n);
-        buffer<char> const space(cpx::cuda::gated_delta_rule_fold_workspace<T>(p.shape, 500, 4));
-        cpx::cuda::gated_delta_rule_fold<T>(p.shape,
-                                            {{k.data(), 500, n},
-                                             {k.data(), 500, n},
-                                             {v.data(), 500, heads * n},
-                                             {g.data(), 500, heads},
-                                             {beta.data(), 500, heads},
-                                             all(offsets),
-                                             {},
-                                             all(first)},
-                                            all(maps), all(ends), all(space), stream);
-        auto const m = widen(maps.read()), e = widen(ends.read());
-        numbers state = p.state;
-        for (index_t step = 0; step < 4 * heads; ++step) {
-            auto const at = [&](numbers const& x, index_t which, index_t r, index_t c) {
-                return x[static_cast<std::size_t>((which * n + r) * n + c)];
+        constexpr index_t n = 128, heads = 2, size = n * n;
+        auto p = make<T>({500}, 1, heads, n, n, kind::mild, 19);
+        auto const expected = on_host(p, true);
+        std::vector<index_t> many; // fill the GPU, which then takes another kernel
+        for (index_t row = 0; row < 500; row += 14 + row % 5) many.push_back(row);
+        many.push_back(500);
+        for (auto const& cuts : {std::vector<index_t>{0, 100, 100, 320, 500}, many}) { // of the first one is empty
+            p.offsets = cuts;
+            p.first.assign(cuts.begin(), cuts.end() - 1);
+            index_t const steps = std::ssize(p.first) * heads;
+            gpu::stream const stream;
+            device_problem<T> const there{p};
+            auto in = there.erasing();
+            in.state = {};
+            auto const maps = poisoned<float>(static_cast<std::size_t>(steps * size)),
+                       ends = poisoned<float>(static_cast<std::size_t>(steps * size)),
+                       back = poisoned<float>(static_cast<std::size_t>(steps * size));
+            buffer<char> const space(gpu::gated_delta_rule_fold_workspace<T>(p.shape, 500, std::ssize(p.first)));
+            auto const path = gpu::gated_delta_rule_fold<T>(p.shape, in, all(maps), all(ends), all(space), stream);
+            CHECK(gpu::gated_delta_rule_backward_fold<T>(p.shape, in, there.gradients(), all(back), all(space),
+                                                         stream) == path);
+            auto const m = widen(maps.read()), e = widen(ends.read()), d = widen(back.read());
+            numbers state = p.state, dstate = p.dlast;
+            auto const pass = [&](numbers& s, numbers const& end, index_t step, bool turned) { // s = end + M s
+                auto const at = [](numbers const& x, index_t which, index_t r, index_t c) {
+                    return x[static_cast<std::size_t>((which * n + r) * n + c)];
+                };
+                numbers const before = s;
+                for (index_t r = 0; r < n; ++r)
+                    for (index_t c = 0; c < n; ++c) {
+                        double sum = at(end, step, r, c);
+                        for (index_t j = 0; j < n; ++j)
+                            sum += (turned ? at(m, step, j, r) : at(m, step, r, j)) * at(before, step % heads, j, c);
+                        s[static_cast<std::size_t>((step % heads * n + r) * n + c)] = sum;
+                    }
             };
-            numbers after = state;
-            for (index_t r = 0; r < n; ++r)
-                for (index_t c = 0; c < n; ++c) {
-                    double sum = at(e, step, r, c);
-                    for (index_t j = 0; j < n; ++j) sum += at(m, step, r, j) * at(state, step % heads, j, c);
-                    after[static_cast<std::size_t>((step % heads * n + r) * n + c)] = sum;
-                }
-            state = after;
+            for (index_t step = 0; step < steps; ++step) {
+                pass(state, e, step, false);
+                pass(dstate, d, steps - 1 - step, true);
+            }
+            check_close("last", state, expected.last, 4.7e-3);
+            check_close("dstate", dstate, expected.dstate, 4.7e-3);
         }
-        check_close("last", state, expected, 4.7e-3);
     }
 
     TEST_CASE("to cut a sequence at a multiple of 64 tokens and to hand the state on changes no bit") {

@@ -48,26 +48,6 @@ results on_host(problem const& p, bool backward) {
     });
 }
 
-/// A problem's inputs on a device.
-template <class T>
-struct device_problem {
-    problem const& p;
-    buffer<T> q = upload<T>(p.q), k = upload<T>(p.k), v = upload<T>(p.v), dout = upload<T>(p.dout);
-    buffer<float> g = upload<float>(p.g), state = upload<float>(p.state), dlast = upload<float>(p.dlast);
-    buffer<index_t> offsets{std::span<index_t const>(p.offsets)}, first{std::span<index_t const>(p.first)};
-
-    gpu::head_decay_input<T> input() const {
-        return {{q.data(), p.tokens(), p.keys()},
-                {k.data(), p.tokens(), p.keys()},
-                {v.data(), p.tokens(), p.values()},
-                {g.data(), p.tokens(), p.shape.value_heads},
-                all(offsets),
-                all(state),
-                all(first)};
-    }
-    rows<T const> gradients() const { return {dout.data(), p.tokens(), p.values()}; }
-};
-
 /// Memory of which every byte is 0xff.
 buffer<char> room(index_t bytes) {
     buffer<char> space(bytes);
@@ -80,7 +60,7 @@ template <class T>
 results on_gpu(problem const& p, bool backward) {
     gpu::stream const stream;
     device_problem<T> const there{p};
-    auto const in = there.input();
+    auto const in = there.decaying();
     index_t const tokens = p.tokens();
     auto const o = poisoned<T>(p.v.size());
     auto const last = poisoned<float>(p.state.size());
@@ -243,24 +223,10 @@ TEST_SUITE("cuda") {
         auto const maps = poisoned<float>(4 * heads), ends = poisoned<float>(4 * heads * size),
                    back = poisoned<float>(4 * heads * size);
         auto const space = room(gpu::head_decay_attention_fold_workspace<T>(p.shape, 500, 4));
-        gpu::head_decay_attention_fold<T>(p.shape,
-                                          {there.input().q,
-                                           there.input().k,
-                                           there.input().v,
-                                           there.input().g,
-                                           all(there.offsets),
-                                           {},
-                                           all(there.first)},
-                                          all(maps), all(ends), all(space), stream);
-        gpu::head_decay_attention_backward_fold<T>(p.shape,
-                                                   {there.input().q,
-                                                    there.input().k,
-                                                    there.input().v,
-                                                    there.input().g,
-                                                    all(there.offsets),
-                                                    {},
-                                                    all(there.first)},
-                                                   there.gradients(), all(back), all(space), stream);
+        auto in = there.decaying();
+        in.state = {};
+        gpu::head_decay_attention_fold<T>(p.shape, in, all(maps), all(ends), all(space), stream);
+        gpu::head_decay_attention_backward_fold<T>(p.shape, in, there.gradients(), all(back), all(space), stream);
         auto const m = widen(maps.read()), e = widen(ends.read()), d = widen(back.read());
         numbers state = p.state, dstate = p.dlast;
         for (index_t step = 0; step < 4 * heads; ++step) {
@@ -295,18 +261,18 @@ TEST_SUITE("cuda") {
         rows<float> const to(o.data(), 10, 8);
         auto const space = room(gpu::head_decay_attention_backward_workspace<float>(p.shape, 10, 1));
         rejects({"bytes of workspace", "at least"},
-                [&] { gpu::head_decay_attention<float>(p.shape, there.input(), to, {}, {}, nullptr); });
+                [&] { gpu::head_decay_attention<float>(p.shape, there.decaying(), to, {}, {}, nullptr); });
         rejects({"head_decay_attention.cu", "cuda::head_decay_attention: overlap of o and v"}, [&] {
-            gpu::head_decay_attention<float>(p.shape, there.input(), rows<float>(there.v.data(), 10, 8), {}, all(space),
-                                             nullptr);
+            gpu::head_decay_attention<float>(p.shape, there.decaying(), rows<float>(there.v.data(), 10, 8), {},
+                                             all(space), nullptr);
         });
         rejects({"cuda::head_decay_attention_backward: overlap of dq and dk"}, [&] {
-            gpu::head_decay_attention_backward<float>(p.shape, there.input(), there.gradients(), {},
+            gpu::head_decay_attention_backward<float>(p.shape, there.decaying(), there.gradients(), {},
                                                       {to, to, {dv.data(), 10, 8}, {dg.data(), 10, 1}}, all(space),
                                                       nullptr);
         });
         rejects({"cuda::head_decay_attention_fold: size of maps: expected 1"}, [&] {
-            gpu::head_decay_attention_fold<float>(p.shape, there.input(), all(dv), all(dk), all(space), nullptr);
+            gpu::head_decay_attention_fold<float>(p.shape, there.decaying(), all(dv), all(dk), all(space), nullptr);
         });
     }
 }

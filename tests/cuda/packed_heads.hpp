@@ -148,15 +148,38 @@ buffer<T> upload(numbers const& values) {
     auto const converted = convert<T>(values);
     return buffer<T>(std::span<T const>(converted));
 }
-template <class T>
-buffer<T> poisoned(std::size_t count) {
-    return upload<T>(numbers(count, NAN));
-}
+
 template <class T>
 std::span<T> all(buffer<T> const& b) {
     return {b.data(), static_cast<std::size_t>(b.size())};
 }
 
+/// A problem's inputs on a device.
+template <class T>
+struct device_problem {
+    problem const& p;
+    buffer<T> q = upload<T>(p.q), k = upload<T>(p.k), v = upload<T>(p.v), dout = upload<T>(p.dout);
+    buffer<float> g = upload<float>(p.g), beta = upload<float>(p.beta), state = upload<float>(p.state),
+                  dlast = upload<float>(p.dlast);
+    buffer<index_t> offsets{std::span<index_t const>(p.offsets)}, first{std::span<index_t const>(p.first)};
+
+    cpx::cuda::head_decay_input<T> decaying() const {
+        return {keys(q), keys(k), values(v), gates(g), all(offsets), all(state), all(first)};
+    }
+    cpx::cuda::gated_delta_rule_input<T> erasing(std::span<char> saved = {}) const {
+        return {keys(q), keys(k), values(v), gates(g), gates(beta), all(offsets), all(state), all(first), {}, saved};
+    }
+    rows<T const> gradients() const { return values(dout); }
+
+private:
+    rows<T const> keys(buffer<T> const& x) const { return {x.data(), p.tokens(), p.keys()}; }
+    rows<T const> values(buffer<T> const& x) const { return {x.data(), p.tokens(), p.values()}; }
+    rows<float const> gates(buffer<float> const& x) const { return {x.data(), p.tokens(), p.shape.value_heads}; }
+};
+template <class T>
+buffer<T> poisoned(std::size_t count) {
+    return upload<T>(numbers(count, NAN));
+}
 inline void check_close(char const* name, numbers const& got, numbers const& expected, double most) {
     double const error = on_ranks::relative_error(got, expected);
     CHECK_MESSAGE(error <= most, name << ": " << error << ", at most " << most);

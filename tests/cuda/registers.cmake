@@ -9,7 +9,8 @@ file(WRITE ${OUTPUT}.cu
     "    (void*)delta_rule_main<Erases>, (void*)delta_rule_fold<Erases>, (void*)delta_rule_join<Erases>,\n"
     "    (void*)delta_rule_grad<Erases>, (void*)delta_rule_walks<1, Erases>};\n"
     "void* const* const both[] = {kernels<true>, kernels<false>};\n"
-    "void* const walks = (void*)delta_rule_walks<2, true>;\n")
+    "void* const of_one[] = {(void*)delta_rule_walks<2, true>, (void*)delta_rule_fold<false, true>,\n"
+    "    (void*)delta_rule_fold_back<1>, (void*)delta_rule_fold_back<2>};\n")
 list(TRANSFORM INCLUDES PREPEND -I)
 execute_process(
     COMMAND ${NVCC} -gencode arch=compute_90a,code=sm_90a -std=c++20 -O3 --expt-relaxed-constexpr -Xptxas -v

@@ -55,10 +55,15 @@ delta_rule_path run_delta_rule_backward_fold(char const* where, gated_delta_rule
     require_rows(where, "dout", dout, tokens, shape.value_heads * shape.value_dim, here);
     require(!dstates.empty() || sequences == 0, where, "dstates", "one for each sequence", "none", here);
     require_states(where, "dstates", shape, in, dstates, here);
-    auto const space = delta_plan_space(shape, tokens, sequences, 1 << 24);
+    auto const space = delta_fold_space<Erases, T>(shape, tokens, sequences);
     require_workspace(where, space.bytes, workspace, here);
     require_delta_apart(where, in, {{"dstates", dstates}, {"workspace", workspace}}, {{"dout", dout}}, here);
     if (sequences == 0) return delta_rule_path::plain;
+    if constexpr (std::same_as<T, __nv_bfloat16>)
+        if (space.hopper && delta_in_panels(in.q, in.k, dout)) {
+            launch_delta_hopper_backward_fold<Erases>(shape, in, dout, dstates, space, workspace.data(), stream, here);
+            return delta_rule_path::tensor_cores;
+        }
     launch_delta_plan(shape, in, space, workspace.data(), stream, here);
     with_lane_columns(shape.key_dim, [&](auto channels) {
         kernels::delta_rule_plain_fold_back<T, channels><<<delta_plain_grid(shape, space), 128, 0, stream>>>(

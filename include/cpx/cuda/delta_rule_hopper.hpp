@@ -177,11 +177,11 @@ kernels::delta_walk launch_delta_prepared(gated_delta_rule_shape const& shape, g
     return walk;
 }
 
-template <bool Erases>
+template <bool Erases, bool Back = false>
 void launch_delta_fold(gated_delta_rule_shape const& shape, CUtensorMap const& k, CUtensorMap const& v,
                        kernels::delta_walk const& walk, kernels::delta_steps const& steps, index_t stretches,
                        cudaStream_t stream, caller here) {
-    launch_hopper(kernels::delta_rule_fold<Erases>, stretches * (Erases ? 2 : 1) * shape.value_heads,
+    launch_hopper(kernels::delta_rule_fold<Erases, Back>, stretches * (Erases ? 2 : 1) * shape.value_heads,
                   Erases ? 512 : 384, sizeof(kernels::delta::fold_memory<Erases>), stream, "delta_rule_fold", here, k,
                   v, walk, steps);
 }
@@ -223,6 +223,31 @@ void launch_delta_hopper_fold(gated_delta_rule_shape const& shape, gated_delta_r
     auto walk = launch_delta_prepared<Erases>(shape, in, k, space, workspace, false, stream, here);
     walk.initial = nullptr;
     launch_delta_fold<Erases>(shape, k, v, walk, {maps.data(), ends.data(), true}, space.sequences, stream, here);
+}
+
+template <bool Erases, class T>
+void launch_delta_hopper_backward_fold(gated_delta_rule_shape const& shape, gated_delta_rule_input<T> const& in,
+                                       rows<T const> dout, std::span<float> dstates, delta_space const& space,
+                                       char* workspace, cudaStream_t stream, caller here) {
+    auto const q = panels_of(in.q, here), k = panels_of(in.k, here), d = panels_of(dout, here);
+    auto walk = launch_delta_prepared<Erases>(shape, in, k, space, workspace, false, stream, here);
+    walk.initial = nullptr;
+    walk.last = dstates.data();
+    if constexpr (!Erases) {
+        launch_delta_fold<false, true>(shape, q, d, walk, {nullptr, dstates.data(), true}, space.sequences, stream,
+                                       here);
+    } else {
+        index_t const chains = space.sequences * shape.value_heads;
+        auto const launch = [&](auto halves) {
+            launch_hopper(kernels::delta_rule_fold_back<halves>, chains * 2 / halves, 512,
+                          sizeof(kernels::delta::dstate_memory<halves>), stream, "delta_rule_fold_back", here, q, k, d,
+                          walk);
+        };
+        if (fills_multiprocessors(2 * chains)) // then what both halves share counts
+            launch(std::integral_constant<int, 2>());
+        else
+            launch(std::integral_constant<int, 1>());
+    }
 }
 
 /// Returns by how many blocks the backward walks along so many chains, both halves each, while as many walk back: where
@@ -301,6 +326,8 @@ template <bool Erases, class... A>
 void launch_delta_hopper(A const&...) {}
 template <bool Erases, class... A>
 void launch_delta_hopper_fold(A const&...) {}
+template <bool Erases, class... A>
+void launch_delta_hopper_backward_fold(A const&...) {}
 template <bool Erases, class... A>
 void launch_delta_hopper_backward(A const&...) {}
 
