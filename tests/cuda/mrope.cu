@@ -384,13 +384,19 @@ TEST_SUITE("cuda") {
                     sharding.for_each_piece(rank, [&](cpx::range piece) {
                         next = std::copy(b.ids.begin() + piece.first, b.ids.begin() + piece.last, next);
                     });
-                    auto const p = cpx::mrope_positions(b.items, ids, placeholders, threads);
-                    cuda::placeholder_rows const at(p, comm.memory());
+                    auto ids_there = cpx::make_tensor<index_t>(sharding, comm, 1);
+                    ids_there.write(ids.read());
+                    auto const p = cpx::mrope_positions(b.items, ids, placeholders, threads),
+                               p_there = cpx::mrope_positions(b.items, ids_there, placeholders, comm);
+                    cuda::placeholder_rows const at(p_there, comm.memory());
                     auto [x, x_there] = random(sharding);
                     auto [dx, dx_there] = random(sharding);
                     auto const same = [&](char const* what, auto const& host, auto const& device) {
                         if (device.read() != host.read()) problems[static_cast<std::size_t>(rank)] = what;
                     };
+                    for (index_t a = 0; a < 3; ++a)
+                        if (!std::equal(p.axes().row(a), p.axes().row(a) + p.axes().width(), p_there.axes().row(a)))
+                            problems[static_cast<std::size_t>(rank)] = "positions";
                     for (auto const kind : kinds) {
                         auto const tower = features_by_item(b.items, kind, ranks);
                         auto const plan = cpx::relayout(tower, p.features(kind), rank);
