@@ -427,4 +427,33 @@ TEST_SUITE("cuda") {
             }
         CHECK(moved > 100);
     }
+
+    TEST_CASE("rows and features that are too few are refused before any is put") {
+        if (!has_gpus()) return;
+        cpx::threads::run(1, [&](cpx::threads& threads) {
+            cuda::stream const stream;
+            threads_on_gpu comm(threads, stream);
+            auto const b = media_writer().text(3).image(4, 4).text(2).end().done();
+            auto ids = cpx::make_tensor<index_t>(cpx::shard(b.batch, cpx::sequential<>(1)), comm, 1);
+            ids.write(b.ids);
+            auto const p = cpx::mrope_positions(b.items, ids, placeholders, comm);
+            cuda::placeholder_rows const at(p, comm.memory());
+            auto const kind = media_kind::image;
+            auto x = cpx::make_tensor<float>(p.sharding(), comm, 4);
+            auto f = cpx::make_tensor<float>(p.features(kind), comm, 4);
+            auto const first = [](auto& of, index_t rows) {
+                return cpx::sharded(cpx::rows<float>(of.data().data(), rows, 4), of.sharding(), 0, of.memory());
+            };
+            auto few = first(x, 8);
+            auto one = first(f, 1);
+            rejects({"cuda::put_features: shape of x: expected (9, 4), got (8, 4)"},
+                    [&] { cuda::put_features(at, kind, f, few); });
+            rejects({"cuda::add_features: shape of features: expected (4, 4), got (1, 4)"},
+                    [&] { cuda::add_features(at, kind, one, x); });
+            rejects({"cuda::put_features_backward: shape of features"},
+                    [&] { cuda::put_features_backward(at, kind, x, one); });
+            rejects({"cuda::add_features_backward: shape of x"},
+                    [&] { cuda::add_features_backward(at, kind, few, f); });
+        });
+    }
 }
