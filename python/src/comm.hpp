@@ -3,6 +3,7 @@
 #pragma once
 
 #include "expert_lists.hpp"
+#include "features.hpp"
 
 #include <cpx/core/activation.hpp>
 #include <cpx/transport/threads.hpp>
@@ -17,14 +18,20 @@
 #include <string_view>
 #include <vector>
 
+namespace cpx {
+class media;
+}
+
 namespace binding {
 
 namespace nb = nanobind;
 
+class communicator;
 struct any_layout;
 struct relayout_value;
 struct halo_value;
 struct carry_value;
+struct placed_rows;
 
 /// What Python hands to a convolution, or to its backward.
 struct convolution_objects {
@@ -60,6 +67,17 @@ public:
     virtual void to_tokens(nb::handle x, nb::handle out) = 0;
 };
 
+/// Positions of one rank's rows, and what is done with features at those that hold placeholders.
+class positions_of_rank {
+public:
+    virtual ~positions_of_rank() = default;
+    virtual placed_rows const& rows() const = 0;
+    /// Collective.
+    virtual std::vector<cpx::index_t> deltas(communicator& comm) const = 0;
+    virtual void run(feature_step step, char const* where, cpx::media_kind kind, nb::handle x,
+                     nb::handle features) const = 0;
+};
+
 /// The operators of ranks whose arrays are on devices. Each works in the current stream of the arrays' framework, and
 /// throws `cpx::error` before anything moves if an array does not fit or is elsewhere.
 class device_operators {
@@ -71,6 +89,9 @@ public:
     virtual void attend(attention_objects const& o, bool back) = 0;
     /// See `cpx::expert_exchange`. What it returns ends before its communicator.
     virtual std::unique_ptr<experts_of_batch> share(nb::handle chosen, cpx::index_t experts, nb::handle places) = 0;
+    /// See `cpx::mrope_positions`. What it returns ends before its communicator.
+    virtual std::unique_ptr<positions_of_rank> place(cpx::media const& m, any_layout const& sharding, nb::handle ids,
+                                                     cpx::media_tokens const& tokens) = 0;
 
 protected:
     ~device_operators() = default;

@@ -1,18 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 // Images and videos: positions, and rows of features at their placeholders.
+#include "positions.hpp"
 #include "comm.hpp"
 #include "module.hpp"
 #include "numbers.hpp"
-#include "sharding.hpp"
 
 #include <cpx/ops/vision.hpp>
 
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/vector.h>
 
+#include <memory>
 #include <optional>
 
 using namespace nanobind::literals;
@@ -21,13 +23,64 @@ namespace binding {
 
 namespace {
 
-struct positions_value {
-    std::variant<cpx::sharded_positions<any_tokens>, cpx::sharded_positions<any_rows>> real;
+class positions_on_host final : public positions_of_rank {
+public:
+    explicit positions_on_host(placed_rows rows) : rows_(std::move(rows)) {}
 
+    placed_rows const& rows() const override { return rows_; }
+    std::vector<index_t> deltas(communicator& comm) const override {
+        char const* const where = "mrope_positions";
+        call const now(where, comm);
+        auto transport = comm.host(where);
+        return rows_.visit([&](auto const& at) { return at.deltas(transport); });
+    }
+    void run(feature_step step, char const* where, cpx::media_kind kind, nb::handle x_,
+             nb::handle features_) const override {
+        bool const back = goes_back(step);
+        auto const given = nb::borrow(x_), other = nb::borrow(features_);
+        array const x =
+            step == feature_step::add_backward ? read(where, "dx", given) : written(where, back ? "dx" : "x", given);
+        array const features = back ? written(where, "dfeatures", other) : read(where, "features", other);
+        with_number(x, [&]<class T>(of_type<T>) {
+            auto const rows = rows_to<T>(x), of_features = rows_to<T>(features);
+            nb::gil_scoped_release const free;
+            rows_.visit([&](auto const& at) { run_step(step, at, kind, rows, of_features, cpx::host_memory()); });
+        });
+    }
+
+private:
+    placed_rows rows_;
+};
+
+/// Positions, and the communicator of ranks on devices that made them.
+class positions_value {
+public:
+    positions_value(cpx::media const& m, any_layout const& sharding, nb::object ids_,
+                    std::shared_ptr<communicator> comm, cpx::media_tokens const& tokens) {
+        if (auto* const there = comm->on_device()) {
+            made_ = there->place(m, sharding, ids_, tokens);
+            comm_ = std::move(comm);
+            return;
+        }
+        char const* const where = "mrope_positions";
+        array const ids = read(where, "ids", ids_);
+        with_type<std::int64_t, std::int32_t>(ids, [&]<class T>(of_type<T>) {
+            auto const list = rows_of<T>(ids);
+            call const now(where, *comm);
+            auto transport = comm->host(where);
+            made_ = std::make_unique<positions_on_host>(place(m, sharding, list, tokens, transport));
+        });
+    }
+
+    positions_of_rank const& of() const { return *made_; }
     template <class F>
     decltype(auto) visit(F&& f) const {
-        return std::visit(std::forward<F>(f), real);
+        return made_->rows().visit(std::forward<F>(f));
     }
+
+private:
+    std::shared_ptr<communicator> comm_;
+    std::unique_ptr<positions_of_rank> made_;
 };
 
 cpx::media_kind kind_of(char const* where, std::string_view name) {
@@ -61,24 +114,6 @@ cpx::media_tokens tokens_of(std::optional<index_t> image, std::optional<index_t>
     return {image.value_or(cpx::media_tokens::none), video.value_or(cpx::media_tokens::none)};
 }
 
-positions_value positions_on(cpx::media const& m, any_layout const& sharding, nb::object ids_, communicator& comm,
-                             std::optional<index_t> image, std::optional<index_t> video) {
-    char const* const where = "mrope_positions";
-    array const ids = read(where, "ids", ids_);
-    std::optional<positions_value> made;
-    with_type<std::int64_t, std::int32_t>(ids, [&]<class T>(of_type<T>) {
-        auto const list = rows_of<T>(ids);
-        call const now(where, comm);
-        auto transport = comm.host(where);
-        sharding.visit([&](auto const& s) {
-            cpx::require(s.ranks() == comm.ranks(), where, "ranks of the sharding", comm.ranks(), s.ranks());
-            made = positions_value{
-                cpx::mrope_positions(m, cpx::sharded(list, s, comm.rank()), tokens_of(image, video), transport)};
-        });
-    });
-    return std::move(*made);
-}
-
 auto positions_of_batch(cpx::media const& m, cpx::thd const& batch, nb::object ids, std::optional<index_t> image,
                         std::optional<index_t> video) {
     auto p = cpx::mrope_positions(m, batch, integers("mrope_positions", "ids", ids), tokens_of(image, video));
@@ -104,31 +139,6 @@ any_layout by_item(cpx::media const& m, std::string_view name, nb::object ranks)
     if (nb::isinstance<nb::int_>(ranks))
         return {any_tokens(cpx::features_by_item(m, kind, nb::cast<int>(ranks)), text)};
     return {any_tokens(cpx::features_by_item(m, kind, integers(where, "frames", ranks)), text)};
-}
-
-enum class feature { put, put_backward, add, add_backward };
-
-/// Runs one of the four on rows of x, or its gradient, and of features, or theirs.
-void at_placeholders(feature what, char const* where, positions_value const& p, std::string_view name, nb::object x_,
-                     nb::object features_) {
-    auto const kind = kind_of(where, name);
-    bool const back = what == feature::put_backward || what == feature::add_backward;
-    array const x = what == feature::add_backward ? read(where, "dx", x_) : written(where, back ? "dx" : "x", x_);
-    array const f = back ? written(where, "dfeatures", features_) : read(where, "features", features_);
-    with_number(x, [&]<class T>(of_type<T>) {
-        auto const rows = rows_to<T>(x), of_features = rows_to<T>(f);
-        nb::gil_scoped_release const free;
-        p.visit([&](auto const& at) {
-            cpx::sharded const text(rows, at.sharding(), at.rank());
-            cpx::sharded const home(of_features, at.features(kind), at.rank());
-            switch (what) {
-            case feature::put: return cpx::put_features(at, kind, home, text);
-            case feature::put_backward: return cpx::put_features_backward(at, kind, text, home);
-            case feature::add: return cpx::add_features(at, kind, home, text);
-            case feature::add_backward: return cpx::add_features_backward(at, kind, text, home);
-            }
-        });
-    });
 }
 
 } // namespace
@@ -177,48 +187,45 @@ images, videos: their grids (time, height, width) in patches, as image_grid_thw 
         .def("features", features, "kind"_a,
              "Returns the sharding of a kind's features by placeholder: where `relayout` brings them.")
         .def(
-            "deltas",
-            [](positions_value const& p, communicator& comm) {
-                std::vector<index_t> list;
-                {
-                    call const now("mrope_positions", comm);
-                    auto transport = comm.host("mrope_positions");
-                    list = p.visit([&](auto const& at) { return at.deltas(transport); });
-                }
-                return to_numpy(std::move(list));
-            },
+            "deltas", [](positions_value const& p, communicator& comm) { return to_numpy(p.of().deltas(comm)); },
             "comm"_a,
             "Returns for every sequence by how much the position of a token decoded behind it differs from its number "
             "in the sequence. Collective.");
 
-    m.def("mrope_positions", positions_on, "media"_a, "sharding"_a, "ids"_a, "comm"_a, "image"_a.none() = nb::none(),
-          "video"_a.none() = nb::none(),
-          R"(Returns the positions of this rank's rows: bitwise those of the whole batch, on any sharding. Collective.
+    m.def(
+        "mrope_positions",
+        [](cpx::media const& of, any_layout const& sharding, nb::object ids, std::shared_ptr<communicator> comm,
+           std::optional<index_t> image, std::optional<index_t> video) {
+            return positions_value(of, sharding, ids, std::move(comm), tokens_of(image, video));
+        },
+        "media"_a, "sharding"_a, "ids"_a, "comm"_a, "image"_a.none() = nb::none(), "video"_a.none() = nb::none(),
+        R"(Returns the positions of this rank's rows: bitwise those of the whole batch, on any sharding. Collective.
 
-ids: (rows,) int64 or int32, token ids of the rank's rows; image, video: the ids of placeholders. Ranks exchange counts
-of placeholders, no ids.)");
+ids: (rows,) int64 or int32, token ids of the rank's rows, where ranks have their arrays: from devices the host reads
+them; image, video: the ids of placeholders. Ranks exchange counts of placeholders, no ids.)");
     m.def("batch_mrope_positions", positions_of_batch, "media"_a, "batch"_a, "ids"_a, "image"_a.none() = nb::none(),
           "video"_a.none() = nb::none(),
           "Returns (axes, deltas) of a whole batch, token by token: (3, tokens) and (sequences,) int64.");
     m.def("features_by_item", by_item, "media"_a, "kind"_a, "ranks"_a,
           "Returns the sharding in which rank r has made the features of the next frames: of as many on all ranks, or, "
           "of a list in place of their number, of ranks[r].");
-    auto const bind = [&](char const* name, feature what, char const* first, char const* second, char const* text) {
-        bool const back = what == feature::put_backward || what == feature::add_backward;
+    auto const bind = [&](char const* name, feature_step step, char const* first, char const* second,
+                          char const* text) {
+        bool const back = goes_back(step);
         m.def(
             name,
             [=](positions_value const& p, std::string_view kind, nb::object a, nb::object b) {
-                at_placeholders(what, name, p, kind, back ? a : b, back ? b : a);
+                p.of().run(step, name, kind_of(name, kind), back ? a : b, back ? b : a);
             },
             "positions"_a, "kind"_a, nb::arg(first), nb::arg(second), text);
     };
-    bind("put_features", feature::put, "features", "x",
+    bind("put_features", feature_step::put, "features", "x",
          "Replaces the rows of x at the placeholders of a kind by features, which are sharded as "
          "positions.features(kind).");
-    bind("put_features_backward", feature::put_backward, "dx", "dfeatures",
+    bind("put_features_backward", feature_step::put_backward, "dx", "dfeatures",
          "Moves the gradients of features out of dx, whose rows become 0, to dfeatures.");
-    bind("add_features", feature::add, "features", "x", "Adds features to the rows of x at their placeholders.");
-    bind("add_features_backward", feature::add_backward, "dx", "dfeatures",
+    bind("add_features", feature_step::add, "features", "x", "Adds features to the rows of x at their placeholders.");
+    bind("add_features_backward", feature_step::add_backward, "dx", "dfeatures",
          "Copies the gradients of features that were added from dx, which stays, to dfeatures.");
 }
 

@@ -554,6 +554,207 @@ def test_experts_are_compiled_and_checkpointed(comm):
             assert torch.equal(y, right) and torch.equal(torch.autograd.grad(y.sum(), x)[0], dx)
 
 
+# images and videos
+
+image, video = 100, 101
+
+
+def pictured(sides=(12, 16)):
+    """Returns a batch with images and videos: itself, its media and the ids of its tokens. sides: of one image."""
+    lengths, parts = [9, 0, 70, 1, 130, 40], []
+    images, videos = [(1, 4, 6), (1, 2, 2), (1, *sides), (1, 2, 8)], [(2, 4, 4), (3, 6, 8)]
+    for text, kind, count in (
+        (2, image, 6), (1, None, 0), (20, image, 1), (0, image, 48), (1, None, 0),  # sequences of 9 and 70
+        (1, None, 0), (50, video, 4), (3, video, 4), (9, image, 4), (56, None, 0),  # of 1 and 130
+        (0, video, 12), (0, video, 12), (0, video, 12), (4, None, 0)  # of 40
+    ):
+        parts += [torch.randint(1, 50, (text,), generator=torch.Generator().manual_seed(len(parts)))]
+        parts += [torch.full((count,), kind or 0)]
+    ids = torch.cat(parts)
+    assert len(ids) == sum(lengths)
+    return cpx.thd.from_lengths(lengths), cpx.media(images, videos), ids
+
+
+def overrun():
+    """The same of a video whose positions are greater than those of the text behind it begin with."""
+    ids = torch.ones(32, dtype=torch.int64)
+    ids[2:18] = video
+    return cpx.thd([0, 20, 32]), cpx.media(videos=[(4, 4, 4)], rule="qwen2_5_vl_spatial_advance"), ids
+
+
+def places(of, sharding, ids, media):
+    return ct.mrope_positions(media, sharding, share(sharding, ids) if of.device == device else ids, of, image, video)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_positions_of_images_and_videos_are_the_hosts(comm, dtype):
+    for batch, media, ids in pictured(), overrun():
+        ids = ids.to(dtype)
+        axes, deltas = cpx.batch_mrope_positions(media, batch, ids.long().numpy(), image, video)
+        shardings = [cpx.shard(batch, layout, scope=s) for layout in layouts() for s in ("sequence", "batch")]
+        for sharding in [*shardings, cpx.replicated(world, batch)]:
+            own = torch.from_numpy(sharding.global_rows(rank))
+            for _ in range(2):
+                at = places(comm, sharding, ids, media)
+            assert (at.axes.device, at.axes.dtype) == (device, torch.int64)
+            assert torch.equal(at.axes.cpu(), torch.from_numpy(axes)[:, own])
+            for kind, token in ("image", image), ("video", video):
+                held = at.placeholders(kind)
+                assert held.device == device and torch.equal(held.cpu(), (ids[own] == token).nonzero()[:, 0])
+                assert at.features(kind).rows(rank) == len(held)
+            assert torch.equal(at.deltas(comm), torch.from_numpy(deltas).to(device))
+    comm.wait()
+
+
+def with_features(of, sharding, at, kind, x, made, upstream):
+    """Returns x with features put and with features added, which each rank's tower has made, and all gradients."""
+    plan = ct.relayout(cpx.features_by_item(pictured()[1], kind, of.ranks), at.features(kind), of)
+    results = []
+    for run in (ct.put_features, ct.add_features):
+        y = run(x, ct.exchange(made, plan, of), at, kind)
+        results += y, *torch.autograd.grad(y, (x, made), upstream)
+    return results
+
+
+@pytest.mark.parametrize("kind", ["image", "video"])
+@pytest.mark.parametrize("dtype", floats)
+def test_features_and_their_gradients_are_bitwise_the_hosts(comm, dtype, kind):
+    batch, media, ids = pictured()
+    whole = [numbers(n, 12, seed=s).to(dtype) for s, n in enumerate((batch.tokens, media.rows(kind), batch.tokens))]
+
+    def alone(one):
+        sharding, x = cpx.shard(batch, cpx.sequential(1)), [t.clone().requires_grad_() for t in whole[:2]]
+        return with_features(one, sharding, places(one, sharding, ids, media), kind, *x, whole[2])
+
+    right = on_one_rank(alone)
+    tower = cpx.features_by_item(media, kind, world)
+    made_by = torch.from_numpy(tower.global_rows(rank))
+    shardings = [cpx.shard(batch, layout, scope=s) for layout in layouts() for s in ("sequence", "batch")]
+    for sharding in shardings:
+        at, own = places(comm, sharding, ids, media), torch.from_numpy(sharding.global_rows(rank))
+        x, made, upstream = share(sharding, whole[0]), share(tower, whole[1]), share(sharding, whole[2]).detach()
+        results = with_features(comm, sharding, at, kind, x, made, upstream)
+        odd = with_features(comm, sharding, at, kind, on_odd_places(x.detach()).requires_grad_(), made, upstream)
+        for i, (got, apart, expected) in enumerate(zip(results, odd, right, strict=True)):
+            assert got.dtype == dtype and got.device == device
+            assert torch.equal(got.cpu(), expected[made_by if i % 3 == 2 else own]), i
+            assert torch.equal(got, apart), i
+        assert torch.equal(x, share(sharding, whole[0]))
+    comm.wait()
+
+
+def test_features_where_every_rank_holds_every_row(comm):
+    batch, media, ids = pictured()
+    sharding = cpx.replicated(world, batch)
+    at = places(comm, sharding, ids, media)
+    x, features = (share(cpx.replicated(world, cpx.thd([0, n])), numbers(n, 5).float()) for n in
+                   (batch.tokens, media.rows("image")))
+    y = ct.put_features(x, features, at, "image")
+    held = (ids == image)[:, None].to(device)
+    assert torch.equal(y, x.detach().masked_scatter(held, features.detach()))
+    dx, dfeatures = torch.autograd.grad(y, (x, features), x.detach())
+    assert torch.equal(dx, x.masked_fill(held, 0)) and torch.equal(dfeatures, x[held[:, 0]])
+
+
+def test_positions_on_devices_turn_rows_as_on_the_host(comm):
+    batch, media, ids = pictured()
+    sharding = cpx.shard(batch, cpx.zigzag(world))
+    at, frequencies = places(comm, sharding, ids, media), torch.from_numpy(cpx.rotary_frequencies(1e4, 8))
+    x, axes = share(sharding, numbers(batch.tokens, 2, 8).float()), cpx.rotary_axes([2, 1, 1], "interleaved")
+    y = ct.rotary(x, at.axes, frequencies, axes=axes)
+    near("y", y, ct.rotary(x.detach().cpu(), at.axes.cpu(), frequencies, axes=axes).double(), within[torch.float32])
+
+
+def test_features_are_put_in_any_stream_compiled_checkpointed_and_captured(comm):
+    batch, media, ids = pictured()
+    sharding = cpx.shard(batch, cpx.zigzag(world))
+    x = share(sharding, numbers(batch.tokens, 8).float())
+
+    def f(x, features, at):
+        y = ct.put_features(torch.sin(x), features, at, "image")
+        return ct.add_features(y, 2 * features, at, "image").square()
+
+    def gradients(call, *args):
+        y = call(*args)
+        return y, *torch.autograd.grad(y.sum(), args[:2])
+
+    compiled = torch.compile(f, backend="aot_eager", fullgraph=True, dynamic=True)
+    for _ in range(2):
+        at = places(comm, sharding, ids, media)
+        features = share(at.features("image"), numbers(media.rows("image"), 8, seed=1).float())
+        right = gradients(f, x, features, at)
+        torch.cuda.synchronize()
+        for call in compiled, lambda *args: torch.utils.checkpoint.checkpoint(f, *args, use_reentrant=False):
+            for got, expected in zip(gradients(call, x, features, at), right):
+                near("a result", got, expected.cpu(), 1e-6)
+    torch.cuda.synchronize()
+    side, late = torch.cuda.Stream(), torch.full_like(x, float("nan"))
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(2_000_000)
+        late = late.copy_(x.detach()).requires_grad_()
+        results = gradients(f, late, features, at)
+    side.synchronize()
+    assert all(torch.equal(got, expected) for got, expected in zip(results, right))
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad():
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            y = f(x, features, at)
+        x.mul_(0.5)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(y, f(x, features, at))
+    with pytest.raises(cpx.Error, match="mrope_positions: call for which ranks wait: expected before the capture"):
+        own = share(sharding, ids)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            ct.mrope_positions(media, sharding, own, comm, image, video)
+    torch.cuda.synchronize()
+    comm.wait()
+
+
+def test_lists_of_placeholders_stay_until_every_stream_has_read_them(comm):
+    batch, media, ids = pictured()
+    sharding = cpx.shard(batch, cpx.zigzag(world))
+    x, side = share(sharding, numbers(batch.tokens, 8).float()).detach(), torch.cuda.Stream()
+    at = places(comm, sharding, ids, media)
+    features = share(at.features("image"), numbers(media.rows("image"), 8, seed=1).float()).detach()
+    right = ct.put_features(x, features, at, "image")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(20_000_000)
+        y = ct.put_features(x, features, at, "image")
+    del at
+    gc.collect()
+    taken = [torch.full((n,), -1, dtype=torch.int64, device=device) for n in range(1, 65)]
+    side.synchronize()
+    assert torch.equal(y, right) and len(taken) == 64
+
+
+def test_positions_are_freed(comm):
+    batch, media, ids = pictured()
+    sharding = cpx.shard(batch, cpx.zigzag(world))
+    x, own = share(sharding, numbers(batch.tokens, 8).float()), share(sharding, ids)
+
+    def train(times):
+        for _ in range(times):
+            at = ct.mrope_positions(media, sharding, own, comm, image, video)
+            features = torch.ones(at.features("video").rows(rank), 8, device=device, requires_grad=True)
+            y = ct.add_features(ct.put_features(x, features, at, "video"), features, at, "video")
+            torch.autograd.grad(y.sum(), (x, features))
+        del at, features, y
+        torch.cuda.synchronize()
+        gc.collect()
+        return torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0], sys.getrefcount(comm)
+
+    train(20)
+    allocated, free, references = train(20)
+    later = train(1000 if world == 1 else 50)
+    assert later[0] == allocated and later[2] == references
+    assert world > 1 or later[1] == free
+
+
 # what needs no other rank
 
 
@@ -926,6 +1127,42 @@ def wrong_calls(comm):
     )
     yield "expert_exchange::to_experts: x: |expert_exchange::to_experts: shape of x", lambda: at.to_experts(x[1:])
     yield "ExpertExchange.to_tokens: device of x", lambda: at.to_tokens(x.cpu())
+    pictures, media, ids = pictured()
+    shown = cpx.shard(pictures, cpx.zigzag(world))
+    own = share(shown, ids)
+    for make, of in ((ct.mrope_positions, comm), (cpx.mrope_positions, comm.of)):
+        yield f"mrope_positions: device of ids: expected {device}.*got cpu", (
+            lambda make=make, of=of: make(media, shown, own.cpu(), of, image, video)
+        )
+        yield "mrope_positions: dtype of ids: expected int64, int32, got float32", (
+            lambda make=make, of=of: make(media, shown, own.float(), of, image, video)
+        )
+        yield "mrope_positions: shape of ids", lambda make=make, of=of: make(media, shown, own[1:], of, image, video)
+        yield "mrope_positions: ranks of the sharding", (
+            lambda make=make, of=of: make(media, cpx.shard(pictures, cpx.zigzag(world + 1)), own, of, image, video)
+        )
+        yield "mrope_positions: image placeholders in the batch: expected 59.*got 0", (
+            lambda make=make, of=of: make(media, shown, own, of, 77, video)
+        )
+    with_media = ct.mrope_positions(media, shown, own, comm, image, video)
+    z = torch.zeros(shown.rows(rank), 4, device=device)
+    f = torch.zeros(with_media.features("image").rows(rank), 4, device=device)
+    for name, run in (("put_features", ct.put_features), ("add_features", ct.add_features)):
+        yield f"{name}: device of x: expected {device}.*got cpu", lambda run=run: run(z.cpu(), f, with_media, "image")
+        yield f"{name}: device of features", lambda run=run: run(z, f.cpu(), with_media, "image")
+        yield f"{name}: dtype of features", lambda run=run: run(z, f.half(), with_media, "image")
+        yield f"{name}: dtype of x: expected float32, bfloat16, float16, got float64", (
+            lambda run=run: run(z.double(), f.double(), with_media, "image")
+        )
+        yield f"{name}: shape of x", lambda run=run: run(z[1:], f, with_media, "image")
+        yield f"{name}: shape of features", (
+            lambda run=run: run(z, torch.zeros(len(f) + 1, 4, device=device), with_media, "image")
+        )
+        yield f"{name}: shape of features", lambda run=run: run(z, f[:, :3], with_media, "image")
+        yield f"{name}: kind: .*text", lambda run=run: run(z, f, with_media, "text")
+    yield "mrope_positions: communicator: expected the one that the positions were made with", (
+        lambda: with_media.of.deltas(cpx.threads(1)[0])
+    )
     yield "shift_rows: memory of x: expected the host's", (
         lambda: ct.shift_rows(x, ct.halo(s, comm, 1, "after"), comm)
     )
@@ -969,6 +1206,15 @@ def test_ranks_that_disagree_are_named(comm):
     y = ct.exchange(torch.ones(one.rows(rank), 13, device=device), ct.relayout(one, same, comm), comm)
     comm.wait()
     assert y.sum().item() == 13 * same.rows(rank)
+
+
+@pytest.mark.skipif(world != 2, reason="wants two ranks")
+def test_ranks_whose_media_differ_are_named(comm):
+    batch, media, ids = pictured((12, 16) if rank == 0 else (16, 12))
+    sharding = cpx.shard(batch, cpx.zigzag(2))
+    with pytest.raises(cpx.Error, match="ranks disagree on"):
+        places(comm, sharding, ids, media)
+    assert places(comm, sharding, ids, pictured()[1]).axes.shape == (3, sharding.rows(rank))
 
 
 leaving = """

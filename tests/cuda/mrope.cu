@@ -384,13 +384,19 @@ TEST_SUITE("cuda") {
                     sharding.for_each_piece(rank, [&](cpx::range piece) {
                         next = std::copy(b.ids.begin() + piece.first, b.ids.begin() + piece.last, next);
                     });
-                    auto const p = cpx::mrope_positions(b.items, ids, placeholders, threads);
-                    cuda::placeholder_rows const at(p, comm.memory());
+                    auto ids_there = cpx::make_tensor<index_t>(sharding, comm, 1);
+                    ids_there.write(ids.read());
+                    auto const p = cpx::mrope_positions(b.items, ids, placeholders, threads),
+                               p_there = cpx::mrope_positions(b.items, ids_there, placeholders, comm);
+                    cuda::placeholder_rows const at(p_there, comm.memory());
                     auto [x, x_there] = random(sharding);
                     auto [dx, dx_there] = random(sharding);
                     auto const same = [&](char const* what, auto const& host, auto const& device) {
                         if (device.read() != host.read()) problems[static_cast<std::size_t>(rank)] = what;
                     };
+                    for (index_t a = 0; a < 3; ++a)
+                        if (!std::equal(p.axes().row(a), p.axes().row(a) + p.axes().width(), p_there.axes().row(a)))
+                            problems[static_cast<std::size_t>(rank)] = "positions";
                     for (auto const kind : kinds) {
                         auto const tower = features_by_item(b.items, kind, ranks);
                         auto const plan = cpx::relayout(tower, p.features(kind), rank);
@@ -420,5 +426,34 @@ TEST_SUITE("cuda") {
                 for (std::string const& problem : problems) REQUIRE(problem == "");
             }
         CHECK(moved > 100);
+    }
+
+    TEST_CASE("rows and features that are too few are refused before any is put") {
+        if (!has_gpus()) return;
+        cpx::threads::run(1, [&](cpx::threads& threads) {
+            cuda::stream const stream;
+            threads_on_gpu comm(threads, stream);
+            auto const b = media_writer().text(3).image(4, 4).text(2).end().done();
+            auto ids = cpx::make_tensor<index_t>(cpx::shard(b.batch, cpx::sequential<>(1)), comm, 1);
+            ids.write(b.ids);
+            auto const p = cpx::mrope_positions(b.items, ids, placeholders, comm);
+            cuda::placeholder_rows const at(p, comm.memory());
+            auto const kind = media_kind::image;
+            auto x = cpx::make_tensor<float>(p.sharding(), comm, 4);
+            auto f = cpx::make_tensor<float>(p.features(kind), comm, 4);
+            auto const first = [](auto& of, index_t rows) {
+                return cpx::sharded(cpx::rows<float>(of.data().data(), rows, 4), of.sharding(), 0, of.memory());
+            };
+            auto few = first(x, 8);
+            auto one = first(f, 1);
+            rejects({"cuda::put_features: shape of x: expected (9, 4), got (8, 4)"},
+                    [&] { cuda::put_features(at, kind, f, few); });
+            rejects({"cuda::add_features: shape of features: expected (4, 4), got (1, 4)"},
+                    [&] { cuda::add_features(at, kind, one, x); });
+            rejects({"cuda::put_features_backward: shape of features"},
+                    [&] { cuda::put_features_backward(at, kind, x, one); });
+            rejects({"cuda::add_features_backward: shape of x"},
+                    [&] { cuda::add_features_backward(at, kind, few, f); });
+        });
     }
 }

@@ -8,6 +8,7 @@
 
 #include <ops/golden.hpp>
 #include <ops/on_ranks.hpp>
+#include <support/far_ranks.hpp>
 #include <support/media.hpp>
 #include <support/rejects.hpp>
 
@@ -40,6 +41,18 @@ std::string problem_of(media_batch const& b, cpx::media_tokens tokens, S const& 
         }
         if (p.deltas(comm) != whole.deltas) problems[rank] += "other deltas";
         if (!b.items.overruns() && comm.sent("mrope deltas").messages > 0) problems[rank] += "deltas sent";
+
+        far_ranks far(threads);
+        cpx::sharded const far_ids(ids.data(), sharding, far.rank(), far.memory());
+        auto const q = cpx::mrope_positions(b.items, far_ids, tokens, far);
+        for (auto const kind : {media_kind::image, media_kind::video})
+            if (q.placeholders(kind) != p.placeholders(kind) || q.features(kind) != p.features(kind))
+                problems[rank] += "other placeholders in another memory";
+        for (index_t a = 0; a < 3; ++a)
+            if (!std::equal(p.axes().row(a), p.axes().row(a) + p.axes().width(), q.axes().row(a)))
+                problems[rank] += "other positions in another memory";
+        if (q.deltas(far) != whole.deltas) problems[rank] += "other deltas in another memory";
+        if (S::every_row && far.plans > 0) problems[rank] += "plans where every rank holds every row";
     });
     for (cpx::tally const& tally : tallies) sent += tally;
     for (std::string const& problem : problems)

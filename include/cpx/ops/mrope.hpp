@@ -6,13 +6,49 @@
 #include <cpx/layout/tensor.hpp>
 #include <cpx/ops/local/shape.hpp>
 #include <cpx/plan/mrope.hpp>
+#include <cpx/plan/relayout.hpp>
+#include <cpx/transport/exchange.hpp>
 #include <cpx/transport/gather.hpp>
 
 namespace cpx {
 
 namespace detail {
+
 struct positions_maker;
+
+/// Returns the numbers of all ranks, of rank r from `begins[r]` to `begins[r + 1]`. Between devices they go through
+/// their memory, for which the host waits. Collective. `id`: what ranks compare, of `sharding`.
+template <class T, any_sharding S, any_transport Comm>
+std::vector<T> gather_numbers(identity const& id, S const& sharding, std::vector<T> const& mine,
+                              std::vector<index_t> begins, Comm& comm, caller here) {
+    char const* const where = "mrope_positions";
+    auto all = zeros<T>(where, {begins.back()}, here);
+    if constexpr (transport<Comm>) {
+        for (index_t& begin : begins) begin *= static_cast<index_t>(sizeof(T));
+        gather(comm, id, mine.data(), all.data(), begins, here);
+    } else {
+        std::vector<owned_piece> pieces;
+        for (int r = 0; r < comm.ranks(); ++r) {
+            auto const begin = begins.begin() + r;
+            pieces.push_back({{begin[0], begin[1]}, r});
+        }
+        thd const numbers({0, begins.back()});
+        plan p = relayout(piecewise<>(comm.ranks(), numbers, pieces, here), replicated<>(comm.ranks(), numbers, here),
+                          comm.rank(), here);
+        p.id = id, p.batch = sharding.batch();
+        auto const memory = comm.memory();
+        auto own = memory.template zeros<T>(where, {std::ssize(mine)}, here),
+             gathered = memory.template zeros<T>(where, {begins.back()}, here);
+        memory.write(own.data(), std::span<T const>(mine), here);
+        exchange_rows(p, rows<T const>(own.data(), std::ssize(mine), 1), rows<T>(gathered.data(), begins.back(), 1),
+                      comm, here, where);
+        comm.wait(here); // with its deadline, which `read` has not
+        all = memory.read(std::span<T const>(gathered.data(), all.size()), here);
+    }
+    return all;
 }
+
+} // namespace detail
 
 /// Positions of one rank's rows, and which of them hold placeholders. Made once a batch, for all layers and stages.
 template <any_sharding S>
@@ -33,13 +69,14 @@ public:
     /// Returns for every sequence by how much the position of a token that is decoded behind it differs from the
     /// token's number in the sequence. Collective; sends nothing unless positions may overrun those behind them, which
     /// only those of `qwen2_5_vl_spatial_advance` do.
-    template <transport Comm>
+    template <any_transport Comm>
     std::vector<index_t> deltas(Comm& comm, caller here = caller::here()) const {
         if (!overruns_ || S::every_row) return deltas_;
         index_t const count = std::ssize(deltas_);
-        auto all = detail::zeros<index_t>("mrope_positions", {count, comm.ranks()}, here);
-        detail::gather(comm, detail::identify("mrope deltas", sharding_, sharding_), deltas_.data(), all.data(),
-                       deltas_.size() * sizeof(index_t), here);
+        std::vector<index_t> begins;
+        for (int r = 0; r <= comm.ranks(); ++r) begins.push_back(r * count);
+        auto const all = detail::gather_numbers(detail::identify("mrope deltas", sharding_, sharding_), sharding_,
+                                                deltas_, std::move(begins), comm, here);
         std::vector<index_t> most = deltas_;
         for (index_t i = 0; i < std::ssize(all); ++i) {
             index_t& delta = most[static_cast<std::size_t>(i % count)];
@@ -79,29 +116,28 @@ inline std::uint64_t hash_of(media const& m) {
 }
 
 /// Returns the counts of all segments of all ranks. Ranks send theirs of the kinds of which there are grids.
-template <any_sharding S, transport Comm>
+template <any_sharding S, any_transport Comm>
 std::vector<media_count> gather_counts(media const& m, S const& sharding, std::vector<media_count> const& own,
                                        Comm& comm, caller here) {
     std::vector<std::int32_t media_count::*> kinds;
     if (m.rows(media_kind::image) > 0) kinds.push_back(&media_count::image);
     if (m.rows(media_kind::video) > 0) kinds.push_back(&media_count::video);
-    index_t const bytes = std::ssize(kinds) * static_cast<index_t>(sizeof(std::int32_t));
+    index_t const width = std::ssize(kinds);
     std::vector<index_t> begins{0};
     for (int r = 0; r < sharding.ranks(); ++r)
-        begins.push_back(begins.back() + bytes * std::ssize(segments(sharding, r, here)));
-    auto sent = zeros<std::int32_t>("mrope_positions", {std::ssize(own), std::ssize(kinds)}, here);
-    auto got =
-        zeros<std::int32_t>("mrope_positions", {begins.back() / static_cast<index_t>(sizeof(std::int32_t))}, here);
+        begins.push_back(begins.back() + width * std::ssize(segments(sharding, r, here)));
+    auto const count = begins.back() / width;
+    auto sent = zeros<std::int32_t>("mrope_positions", {std::ssize(own), width}, here);
     auto next = sent.begin();
-    for (media_count const& count : own)
-        for (auto const kind : kinds) *next++ = count.*kind;
+    for (media_count const& of : own)
+        for (auto const kind : kinds) *next++ = of.*kind;
     identity id = identify("media counts", sharding, sharding);
     id[identity::parameter] = hash_of(m);
-    gather(comm, id, sent.data(), got.data(), begins, here);
-    auto all = zeros<media_count>("mrope_positions", {begins.back() / bytes}, here);
-    next = got.begin();
-    for (media_count& count : all)
-        for (auto const kind : kinds) count.*kind = *next++;
+    auto const got = gather_numbers(id, sharding, sent, std::move(begins), comm, here);
+    auto all = zeros<media_count>("mrope_positions", {count}, here);
+    auto from = got.begin();
+    for (media_count& of : all)
+        for (auto const kind : kinds) of.*kind = *from++;
     return all;
 }
 
@@ -129,8 +165,10 @@ struct positions_maker {
 
 /// Computes the positions of this rank's rows: bitwise those of the whole batch, on any sharding.
 ///
-/// ids: (rows, 1) of any sharding, token ids, or kinds with `token_types`. Tokens behind the valid length of a sequence
-/// count on as text, whatever their ids.
+/// ids: (rows, 1) of any sharding, token ids, or kinds with `token_types`, in the memory of the transport's ranks; from
+/// a device's, one behind the other, the host reads them, and waits, as it does for the ranks: `cuda::mrope_positions`
+/// does not, and knows no `features`. Tokens behind the valid length of a sequence count on as text, whatever their
+/// ids.
 /// Collective: every rank sends every other the numbers of placeholders of its segments, an int32 for each of the two
 /// kinds that the batch has. A batch without media sends nothing, nor does one of which every rank holds every row.
 /// Cost: O(rows of the rank, segments of all ranks, media), a search a row.
@@ -138,8 +176,8 @@ struct positions_maker {
 /// Throws `cpx::error` if ids have another shape or are another rank's; on all ranks the same one if placeholders and
 /// rows of features differ in number; where they lie, that of tokens that interrupt an item or are placeholders without
 /// a grid.
-template <sharded_like Ids, transport Comm>
-    requires std::integral<element_of<Ids>>
+template <sharded_anywhere Ids, any_transport Comm>
+    requires std::integral<element_of<Ids>> && std::same_as<memory_of<Ids>, rank_memory_of<Comm>>
 sharded_positions<sharding_of<Ids>> mrope_positions(media const& m, Ids const& ids, media_tokens tokens, Comm& comm,
                                                     caller here = caller::here()) {
     using S = sharding_of<Ids>;
@@ -148,7 +186,15 @@ sharded_positions<sharding_of<Ids>> mrope_positions(media const& m, Ids const& i
     int const rank = comm.rank();
     detail::require_own("mrope_positions", "rank of the ids", view.rank(), sharding.ranks(), rank, comm.ranks(), here);
     detail::require_shape("mrope_positions", "ids", view.data(), sharding.rows(rank), 1, here);
-    auto const id = [&](index_t row) { return view.data()(row, 0); };
+    rows<element_of<Ids> const> list = view.data();
+    std::vector<element_of<Ids>> read;
+    if constexpr (!sharded_like<Ids>) {
+        require(list.count() < 2 || list.stride() == 1, "mrope_positions", "stride of the ids", 1, list.stride(), here);
+        comm.wait(here);
+        read = view.memory().read(std::span(list.data(), static_cast<std::size_t>(list.count())), here);
+        list = {read.data(), list.count(), 1};
+    }
+    auto const id = [&](index_t row) { return list(row, 0); };
 
     auto const own = segments(sharding, rank, here);
     auto counts = count_media(m, sharding.batch(), own, id, tokens, here);

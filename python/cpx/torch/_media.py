@@ -1,34 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images and videos: positions of a rank's rows, and rows of features at their placeholders. On the host."""
+"""Images and videos: positions of a rank's rows, and rows of features at their placeholders."""
 
 import torch
 
 import cpx
 from cpx import _ext
-from cpx._error import Error, require
+from cpx._error import Error
 
 from ._objects import Positions, held, taken_comm
-from ._operator import array, backward_operator, check, contiguous_like, operator
-
-_host = torch.device("cpu")
+from ._operator import array, backward_operator, check, contiguous_like, moved, operator
 
 
 def mrope_positions(media, sharding, ids, comm, image=None, video=None):
     """Returns the positions of this rank's rows, a `Positions`: bitwise those of the whole batch. Collective.
 
     media: of `cpx.media`, the same on every rank. ids: (rows,) int64 or int32, token ids of the rank's rows, which
-    sharding says; image, video: the ids of placeholders. Ranks exchange counts of placeholders, no ids.
-    Make it outside of what is compiled. On the host: raises cpx.Error for a communicator of devices, and on every rank
-    if the batch has other placeholders than media has rows of features.
+    sharding says, on its device; image, video: the ids of placeholders. Ranks exchange counts of placeholders, no ids.
+    From devices the host reads the ids and computes, for it must know whose features go where: it waits for the
+    device and for the ranks. Make it outside of what is compiled; no graph captures it, and it outlives graphs in which
+    features are put by it. Raises cpx.Error on every rank if the batch has other placeholders than media has rows of
+    features.
     """
     where = "mrope_positions"
     comm = taken_comm(where, comm)
-    require(comm.device == _host, where, "device of comm", "cpu: positions are made on the host", comm.device)
     for name, given, kind in ("media", media, cpx.media), ("sharding", sharding, _ext.Sharding):
         if not isinstance(given, kind):
             raise Error(where, name, f"one of cpx.{kind.__name__}", type(given).__name__)
-    check(where, _host, ids=ids)
-    return Positions(_ext.mrope_positions(media, sharding, array(ids), comm.of, image, video))
+    check(where, comm.device, ids=ids)
+    made = _ext.mrope_positions(media, sharding, array(moved(ids)), comm.of, image, video)
+    return Positions(made, comm.device)
 
 
 def _keep(ctx, where, args):
@@ -100,21 +100,25 @@ _add_op = operator(
 def _at_placeholders(where, op, x, features, positions, kind):
     if not isinstance(positions, Positions):
         raise Error(where, "positions", "what cpx.torch.mrope_positions returns", type(positions).__name__)
-    check(where, _host, x=x, features=features)
+    check(where, positions.device, x=x, features=features)
     return op(x, features, positions.handle, kind)
 
 
 def put_features(x, features, positions, kind):
     """Returns x with its rows at the placeholders of a kind, "image" or "video", replaced by features.
 
-    x: (rows, width), float32 or float64, of the rows of positions; features: (placeholders of this rank, width),
-    sharded as positions.features(kind): `exchange` brings them by relayout(cpx.features_by_item(media, kind, ranks),
-    positions.features(kind), comm). The gradient of the rows that were replaced is that of features, and 0 in x's.
-    No communication. Raises cpx.Error if a tensor does not fit or is on a device.
+    x: (rows, width), float32, bfloat16, float16 or, on the host, float64, of the rows of positions; features:
+    (placeholders of this rank, width), sharded as positions.features(kind): `exchange` brings them by
+    relayout(cpx.features_by_item(media, kind, ranks), positions.features(kind), comm). Both are where ids were. The
+    gradient of the rows that were replaced is that of features, and 0 in x's.
+    No communication. Raises cpx.Error if a tensor does not fit.
     """
     return _at_placeholders("put_features", _put_op, x, features, positions, kind)
 
 
 def add_features(x, features, positions, kind):
-    """Returns x with features added to its rows at the placeholders of a kind. All else as of `put_features`."""
+    """Returns x with features added to its rows at the placeholders of a kind: of 16 bits in float32, rounded once.
+
+    All else as of `put_features`.
+    """
     return _at_placeholders("add_features", _add_op, x, features, positions, kind)

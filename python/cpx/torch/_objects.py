@@ -153,16 +153,17 @@ class Attention(_Held):
 class Positions(_Held):
     """Positions of a rank's rows, and which of them hold placeholders. `mrope_positions` makes it.
 
-    axes: (3, rows) int64, time, height and width, as `rotary` takes them.
+    axes: (3, rows) int64, time, height and width, as `rotary` takes them. All its tensors are on the ranks' device.
     """
 
-    def __init__(self, of):
+    def __init__(self, of, device):
         super().__init__(of)
-        self.axes = torch.from_numpy(of.axes)
+        self.device = device
+        self.axes = torch.from_numpy(of.axes).to(device)
 
     def placeholders(self, kind):
         """Returns the rank's rows that hold placeholders of a kind, "image" or "video": int64, ascending."""
-        return torch.from_numpy(self.of.placeholders(kind))
+        return torch.from_numpy(self.of.placeholders(kind)).to(self.device)
 
     def features(self, kind):
         """Returns the sharding of a kind's features by placeholder: where `relayout` brings them."""
@@ -171,7 +172,7 @@ class Positions(_Held):
     def deltas(self, comm):
         """Returns (sequences,) int64: by how much the position of a token decoded behind a sequence differs from its
         number in the sequence. Collective."""
-        return torch.from_numpy(self.of.deltas(taken_comm("mrope_positions", comm).of))
+        return torch.from_numpy(self.of.deltas(taken_comm("mrope_positions", comm).of)).to(self.device)
 
 
 def _taken(where, what, given, kind, base):

@@ -11,7 +11,7 @@ namespace {
 class shared_experts final : public device_experts {
 public:
     shared_experts(device_group& g, tensor const& chosen, index_t experts, std::vector<index_t> const& places)
-        : group_(g), stream_(begin("expert_exchange").stream()),
+        : group_(g), stream_(g.waited("expert_exchange").stream()),
           made_(rows_of<index_t>(chosen), experts, places, g.comm()), lists_(lists_of(made_)) {}
 
     expert_lists const& lists() const override { return lists_; }
@@ -30,12 +30,6 @@ public:
     }
 
 private:
-    cuda::communicator& begin(char const* where) {
-        auto& comm = group_.comm();
-        cpx::require(!is_capturing(comm.stream()), where, "calls of experts, for which ranks wait",
-                     "before the capture of a graph or behind it", "in it");
-        return comm;
-    }
     template <class F>
     void run(tensor const& x, tensor const& out, F&& f) {
         on_device const here(group_.nccl().device());
@@ -46,8 +40,8 @@ private:
                 if (rows.count() > 1 && rows.stride() != rows.width())
                     throw cpx::error(t->where, std::string("memory of ") + t->name,
                                      "rows one behind the other, on devices", "other strides; copy it first");
-            cpx::require(begin(x.where).stream() == stream_, x.where, "current stream", "the one in which it was made",
-                         "another");
+            cpx::require(group_.waited(x.where).stream() == stream_, x.where, "current stream",
+                         "the one in which it was made", "another");
             f(from, to);
         });
     }

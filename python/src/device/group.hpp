@@ -130,6 +130,14 @@ public:
         return comm_;
     }
 
+    /// The same for a call in which ranks wait for each other. Throws `cpx::error` in a capture.
+    cuda::communicator& waited(char const* where) {
+        auto& now = comm();
+        cpx::require(!is_capturing(now.stream()), where, "call for which ranks wait",
+                     "before the capture of a graph or behind it", "in it");
+        return now;
+    }
+
     template <class Made>
     struct slot {
         std::unique_ptr<Made> made;

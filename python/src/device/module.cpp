@@ -229,6 +229,16 @@ public:
         }();
         return std::make_unique<rank_experts>(*this, std::move(made));
     }
+    std::unique_ptr<positions_of_rank> place(cpx::media const& m, any_layout const& sharding, nb::handle ids_,
+                                             cpx::media_tokens const& tokens) override {
+        char const* const where = "mrope_positions";
+        tensor const ids = reader(where, device_)("ids", ids_);
+        auto made = [&] {
+            call const now(where, *this);
+            return place_on(there(), m, sharding, ids, tokens);
+        }();
+        return std::make_unique<rank_positions>(*this, std::move(made));
+    }
 
 private:
     class rank_experts final : public experts_of_batch {
@@ -254,6 +264,33 @@ private:
 
         nccl_rank& comm_;
         std::unique_ptr<device_experts> made_;
+    };
+
+    class rank_positions final : public positions_of_rank {
+    public:
+        rank_positions(nccl_rank& comm, std::unique_ptr<device_positions> made) : comm_(comm), made_(std::move(made)) {}
+        placed_rows const& rows() const override { return made_->rows(); }
+        std::vector<index_t> deltas(communicator& comm) const override {
+            char const* const where = "mrope_positions";
+            cpx::require(&comm == &comm_, where, "communicator", "the one that the positions were made with",
+                         "another");
+            call const now(where, comm_);
+            comm_.there();
+            return made_->deltas();
+        }
+        void run(feature_step step, char const* where, cpx::media_kind kind, nb::handle x_,
+                 nb::handle features_) const override {
+            bool const back = goes_back(step);
+            reader const read(where, comm_.device_);
+            tensor const x = read(back ? "dx" : "x", x_), features = read(back ? "dfeatures" : "features", features_);
+            call const now(where, comm_);
+            comm_.there();
+            made_->run(step, kind, x, features);
+        }
+
+    private:
+        nccl_rank& comm_;
+        std::unique_ptr<device_positions> made_;
     };
 
     device_group& there() const {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "../expert_lists.hpp"
+#include "../features.hpp"
 #include "../strided.hpp"
 
 #include <cpx/core/activation.hpp>
@@ -16,12 +17,17 @@
 #include <string>
 #include <vector>
 
+namespace cpx {
+class media;
+}
+
 namespace binding {
 
 struct any_layout;
 struct relayout_value;
 struct halo_value;
 struct carry_value;
+struct placed_rows;
 
 /// A tensor in a device's memory, or none, as its framework describes it for the time of a call.
 struct tensor {
@@ -99,6 +105,15 @@ public:
     virtual void to_tokens(tensor const& x, tensor const& out) = 0;
 };
 
+/// Positions of a rank's rows; steps are in the current stream.
+class device_positions {
+public:
+    virtual ~device_positions() = default;
+    virtual placed_rows const& rows() const = 0;
+    virtual std::vector<index_t> deltas() const = 0;
+    virtual void run(feature_step step, cpx::media_kind kind, tensor const& x, tensor const& features) const = 0;
+};
+
 /// One rank of an NCCL communicator, whose tensors are on its device: what it has prepared, and its stream.
 class device_group;
 
@@ -134,6 +149,9 @@ index_t kept_on(device_group& g);
 /// chosen: (tokens, choices) int64; places: one a token, on the host. Waits for the device. It ends before `g`.
 std::unique_ptr<device_experts> share_on(device_group& g, tensor const& chosen, index_t experts,
                                          std::vector<index_t> const& places);
+/// ids: (rows) int64 or int32. Waits for the device. It ends before `g`.
+std::unique_ptr<device_positions> place_on(device_group& g, cpx::media const& m, any_layout const& sharding,
+                                           tensor const& ids, cpx::media_tokens const& tokens);
 void rotate_on(framework& from, int device, rotary_call const& c);
 
 } // namespace binding

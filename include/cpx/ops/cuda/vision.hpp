@@ -5,6 +5,7 @@
 #include <cpx/core/refused.hpp>
 #include <cpx/cuda/memory.hpp>
 #include <cpx/cuda/row_gather.hpp>
+#include <cpx/ops/local/shape.hpp>
 #include <cpx/ops/mrope.hpp>
 
 namespace cpx::cuda {
@@ -53,7 +54,7 @@ template <class S, class X, class Features>
 inline constexpr bool at_home =
     cpx::detail::sharded_as<S, X> && cpx::detail::sharded_as<typename placeholder_rows<S>::features_sharding, Features>;
 
-/// Throws `cpx::error` unless x and features are the batch's, and in one stream.
+/// Throws `cpx::error` unless x and features are the batch's, of its shapes, and in one stream.
 template <class S, class X, class Features>
 void require_features(char const* where, placeholder_rows<S> const& at, media_kind kind, X const& x,
                       Features const& features, caller here) {
@@ -62,6 +63,9 @@ void require_features(char const* where, placeholder_rows<S> const& at, media_ki
             "another", here);
     require(features.memory().stream() == x.memory().stream(), where, "stream of the features", "that of x", "another",
             here);
+    index_t const width = x.data().width();
+    cpx::detail::require_shape(where, "x", x.data(), at.sharding().rows(at.rank()), width, here);
+    cpx::detail::require_shape(where, "features", features.data(), std::ssize(at.list(kind)), width, here);
 }
 
 } // namespace detail
