@@ -4,8 +4,8 @@
 
 #include "common/command_line.hpp"
 #include "common/figures.hpp"
+#include "common/tokens.hpp"
 #include "qwen/host.hpp"
-#include "qwen/tokens.hpp"
 
 #include <cpx/ops/attention_cache.hpp>
 #include <cpx/ops/decode.hpp>
@@ -249,7 +249,7 @@ int main(int argc, char** argv) {
         cpx::qwen_checkpoint<double> const model(directory);
         cpx::require(!model.config.multimodal(), "--model", "model", "one of text", "one of images and videos");
         cpx::safetensors const file(reference);
-        auto const [whole, ids] = qwen::read_tokens(file, model.config);
+        auto const [whole, ids] = examples::read_tokens(file, model.config);
         auto const expected = file.read<double>("logprobs", {whole.tokens()});
         std::vector<result> results;
         for (char const* const layout : {"sequential", "sequential:batch", "zigzag", "striped"})

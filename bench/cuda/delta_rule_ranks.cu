@@ -46,7 +46,7 @@ void time(std::string const& layout, char const* how, auto const& sharding, cpx:
                 forward, backward);
     std::fflush(stdout);
     if (ranks.ranks() == 2 && heads.key_heads == 16 && how == std::string("scan"))
-        limits.at_most("forward, " + layout + ", scan, 16/32 heads", forward, 0.8, "ms");
+        limits.at_most("forward, " + layout + ", scan, 16/32 heads", 1000 * forward, 800, "us");
 }
 
 std::string run(int rank) {

@@ -3,10 +3,10 @@
 // over ranks, must give the log-probabilities that transformers gives, whatever the strategy.
 
 #include "outcome.hpp"
-#include "tokens.hpp"
 
 #include "../common/command_line.hpp"
 #include "../common/figures.hpp"
+#include "../common/tokens.hpp"
 
 #include <cpx/model/contract.hpp>
 
@@ -125,7 +125,7 @@ void read_media(cpx::safetensors const& file, cpx::hf_config const& config, qwen
 
 /// Returns the packed batch of a reference file and checks it against the model.
 qwen::input read_input(cpx::safetensors const& file, cpx::hf_config const& config, options const& o) {
-    auto const [batch, ids] = qwen::read_tokens(file, config);
+    auto const [batch, ids] = examples::read_tokens(file, config);
     qwen::input in{batch, ids, {}, {}, o.features == "by_item" ? qwen::tower::by_item : qwen::tower::replicated, {}};
     read_media(file, config, in);
     return in;

@@ -2,7 +2,7 @@
 // The packed batch of a reference file.
 #pragma once
 
-#include "../common/command_line.hpp"
+#include "command_line.hpp"
 
 #include <cpx/core/thd.hpp>
 #include <cpx/model/hf_config.hpp>
@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-namespace qwen {
+namespace examples {
 
 struct packed_tokens {
     cpx::thd batch;
@@ -22,7 +22,7 @@ struct packed_tokens {
 inline packed_tokens read_tokens(cpx::safetensors const& file, cpx::hf_config const& config) {
     auto const ids = file.read<cpx::index_t>("input_ids", {-1});
     auto const offsets = file.read<cpx::index_t>("cu_seqlens", {-1});
-    auto const batch = examples::blame(file.where(), [&] { return cpx::thd::from_offsets(offsets, std::ssize(ids)); });
+    auto const batch = blame(file.where(), [&] { return cpx::thd::from_offsets(offsets, std::ssize(ids)); });
     cpx::require(batch.tokens() == std::ssize(ids), file.where().c_str(), "last offset in cu_seqlens",
                  "the number of input_ids, " + std::to_string(ids.size()), batch.tokens());
     for (std::size_t i = 0; i < ids.size(); ++i)
@@ -32,4 +32,4 @@ inline packed_tokens read_tokens(cpx::safetensors const& file, cpx::hf_config co
     return {batch, ids};
 }
 
-} // namespace qwen
+} // namespace examples
