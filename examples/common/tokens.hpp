@@ -2,7 +2,7 @@
 // The packed batch of a reference file.
 #pragma once
 
-#include "command_line.hpp"
+#include "numbers.hpp"
 
 #include <cpx/core/thd.hpp>
 #include <cpx/model/hf_config.hpp>

@@ -88,8 +88,31 @@ void with_carry(job const& j, F&& f) {
     f(cpx::scan());
 }
 
+/// What a file has of a gated delta rule.
 template <class T>
-outputs<T> gated_delta_rule(job const& j) {
+struct delta_rule_inputs {
+    static constexpr char const* names[] = {"q", "k", "v", "g", "beta"};
+
+    cpx::delta_rule_heads heads;
+    cpx::delta_rule_options options;
+    std::vector<cpx::section> in, out;
+    cpx::index_t width;  ///< of a row that holds q, k, v, g and beta of a token, so that they are sharded together
+    std::vector<T> rows; ///< such rows
+    std::vector<T> dout; ///< none if the file has no gradients
+
+    /// Calls `f(name, columns)` for each of them, of rows of all.
+    template <class A, class F>
+    void each(cpx::rows<A> of_all, F&& f) const {
+        cpx::index_t first = 0;
+        for (std::size_t i = 0; i < in.size(); ++i) {
+            cpx::index_t const columns = in[i].heads * in[i].width;
+            f(names[i], of_all.columns(std::exchange(first, first + columns), columns));
+        }
+    }
+};
+
+template <class T>
+delta_rule_inputs<T> read_delta_rule(job const& j) {
     auto const &q = j.file.tensor("q").shape, &v = j.file.tensor("v").shape;
     cpx::require(q.size() == 3 && v.size() == 3, j.file.where().c_str(), "axes of q and v", "3 and 3",
                  std::to_string(q.size()) + " and " + std::to_string(v.size()));
@@ -98,41 +121,41 @@ outputs<T> gated_delta_rule(job const& j) {
                     {"value heads", heads.value_heads},
                     {"width of a key head", heads.key_dim},
                     {"width of a value head", heads.value_dim}});
-    cpx::delta_rule_options const options{
-        .chunk = j.chunk, .qk_l2norm = choose<bool>(j, "qk_l2norm", {{"True", true}, {"False", false}})};
-    std::vector<cpx::section> const in{{heads.key_heads, heads.key_dim},
-                                       {heads.key_heads, heads.key_dim},
-                                       {heads.value_heads, heads.value_dim},
-                                       {heads.value_heads, 1},
-                                       {heads.value_heads, 1}};
-    std::vector<cpx::section> const out{{heads.value_heads, heads.value_dim}};
-    char const* const names[] = {"q", "k", "v", "g", "beta"};
     if (j.file.metadata().contains("scale")) // the only one that cpx's default is
         cpx::require(j.file.metadata("scale") == std::to_string(heads.key_dim) + "**-0.5", j.file.where().c_str(),
                      "scale in the metadata", std::to_string(heads.key_dim) + "**-0.5",
                      cpx::quote(j.file.metadata("scale")));
-
-    cpx::index_t width = 0; // one row holds q, k, v, g and beta of a token, so that they are sharded together
-    std::vector<std::vector<T>> inputs;
-    for (std::size_t i = 0; i < in.size(); ++i) {
-        auto shape = std::vector<cpx::index_t>{j.tokens(), in[i].heads};
-        if (i < 3) shape.push_back(in[i].width);
-        inputs.push_back(j.file.read<T>(names[i], shape));
-        width += in[i].heads * in[i].width;
+    cpx::section const keys{heads.key_heads, heads.key_dim}, values{heads.value_heads, heads.value_dim},
+        gates{heads.value_heads, 1};
+    delta_rule_inputs<T> of{
+        heads,
+        {.chunk = j.chunk, .qk_l2norm = choose<bool>(j, "qk_l2norm", {{"True", true}, {"False", false}})},
+        {keys, keys, values, gates, gates},
+        {values},
+        2 * keys.heads * keys.width + values.heads * (values.width + 2),
+        {},
+        {}};
+    std::vector<std::vector<T>> inputs; // before there is room for all: a file may name more rows than it has
+    for (std::size_t i = 0; i < of.in.size(); ++i) {
+        auto shape = std::vector<cpx::index_t>{j.tokens(), of.in[i].heads};
+        if (i < 3) shape.push_back(of.in[i].width);
+        inputs.push_back(j.file.read<T>(of.names[i], shape));
     }
-    std::vector<T> whole(static_cast<std::size_t>(j.tokens() * width)); // as many as were read
-    cpx::index_t first = 0;
-    for (std::size_t i = 0; i < in.size(); ++i) {
-        cpx::index_t const columns = in[i].heads * in[i].width;
-        cpx::as_matrix(cpx::rows<T>(whole, width).columns(first, columns)) =
-            cpx::as_matrix(cpx::rows<T const>(inputs[i], columns));
-        first += columns;
-    }
+    of.rows.resize(static_cast<std::size_t>(j.tokens() * of.width));
+    auto read = inputs.begin();
+    of.each(cpx::rows<T>(of.rows, of.width), [&](char const*, cpx::rows<T> to) {
+        cpx::as_matrix(to) = cpx::as_matrix(cpx::rows<T const>(*read++, to.width()));
+    });
+    if (j.file.contains("do")) of.dout = j.file.read<T>("do", {j.tokens(), values.heads, values.width});
+    return of;
+}
 
+template <class T>
+outputs<T> gated_delta_rule(job const& j) {
+    auto const of = read_delta_rule<T>(j);
+    auto const& heads = of.heads;
     cpx::index_t const out_width = heads.value_heads * heads.value_dim;
     bool const backward = j.file.contains("do");
-    auto const dout =
-        backward ? j.file.read<T>("do", {j.tokens(), heads.value_heads, heads.value_dim}) : std::vector<T>();
 
     outputs<T> result;
     cpx::index_t const state = heads.key_dim * heads.value_dim;
@@ -143,7 +166,7 @@ outputs<T> gated_delta_rule(job const& j) {
     auto const run = [&]<class S, class How>(S const& sharding, S const& out_sharding, How) {
         cpx::threads::run(j.ranks, [&](cpx::threads& comm) {
             int const rank = comm.rank();
-            auto const local = take(whole, width, sharding, comm);
+            auto const local = take(of.rows, of.width, sharding, comm);
             cpx::range const values = sharding.heads(rank, heads.value_heads);
             cpx::index_t const k = sharding.heads(rank, heads.key_heads).size() * heads.key_dim, n = values.size();
             cpx::tensor<T, S> o(sharding, rank, n * heads.value_dim);
@@ -162,13 +185,13 @@ outputs<T> gated_delta_rule(job const& j) {
                                                         {},
                                                         {finals.data(), j.batch.sequences(), local_state},
                                                         &saved};
-            cpx::gated_delta_rule(plan, tensors, heads, options, comm);
+            cpx::gated_delta_rule(plan, tensors, heads, of.options, comm);
             auto all = gather<T>(o.data(), out_width, out_sharding, comm);
 
             std::vector<T> gradients;
             if (backward) {
                 cpx::tensor<T, S> d(sharding, rank, local.width());
-                auto const d_out = take(dout, out_width, out_sharding, comm);
+                auto const d_out = take(of.dout, out_width, out_sharding, comm);
                 auto const dx = d.view();
                 cpx::gated_delta_rule_backward(plan, tensors,
                                                cpx::delta_rule_gradient_tensors<T, S>{{d_out.data(), sharding, rank},
@@ -177,8 +200,8 @@ outputs<T> gated_delta_rule(job const& j) {
                                                                                       dx.columns(2 * k, v_end - 2 * k),
                                                                                       dx.columns(v_end, n),
                                                                                       dx.columns(v_end + n, n)},
-                                               heads, options, comm);
-                gradients = gather<T>(d.data(), width, sharding, comm);
+                                               heads, of.options, comm);
+                gradients = gather<T>(d.data(), of.width, sharding, comm);
             }
             std::lock_guard const lock(guard);
             for (std::size_t i = 0; i < plan.segments.size(); ++i) { // a final state is where its sequence ends
@@ -189,18 +212,15 @@ outputs<T> gated_delta_rule(job const& j) {
             }
             if (rank != 0) return;
             result["o"] = std::move(all);
-            cpx::index_t column = 0;
-            for (std::size_t i = 0; backward && i < in.size(); ++i) {
-                cpx::index_t const columns = in[i].heads * in[i].width;
-                auto& gradient = result[std::string("d") + names[i]];
-                gradient.resize(static_cast<std::size_t>(j.tokens() * columns));
-                cpx::as_matrix(cpx::rows<T>(gradient, columns)) =
-                    cpx::as_matrix(cpx::rows<T>(gradients, width).columns(column, columns));
-                column += columns;
-            }
+            if (!backward) return;
+            of.each(cpx::rows<T>(gradients, of.width), [&](char const* name, cpx::rows<T> from) {
+                auto& gradient = result[std::string("d") + name];
+                gradient.resize(static_cast<std::size_t>(from.count() * from.width()));
+                cpx::as_matrix(cpx::rows<T>(gradient, from.width())) = cpx::as_matrix(from);
+            });
         });
     };
-    with_sharding(j, in, out, [&]<class S>(S const& sharding, S const& out_sharding) {
+    with_sharding(j, of.in, of.out, [&]<class S>(S const& sharding, S const& out_sharding) {
         with_carry<S>(j, [&](auto carry) { run(sharding, out_sharding, carry); });
     });
     return result;

@@ -56,6 +56,8 @@ struct back_walk {
     // A warpgroup each:
     __device__ void make_p() const;
     __device__ void make_x() const;
+    template <bool Folds>
+    __device__ void carry_gradient(int group) const;
 };
 
 /// Loads queries, keys and what is prepared.
@@ -185,6 +187,105 @@ __device__ __forceinline__ void back_walk<Halves>::make_x() const {
     }
 }
 
+/// Carries the gradient of a half of the state, by warpgroup `group` of the block.
+template <int Halves>
+template <bool Folds>
+__device__ __forceinline__ void back_walk<Halves>::carry_gradient(int group) const {
+    int const own = Halves == 2 ? group - 2 : 0, half = first_half + own;
+    half_state s;
+    load_state(in.initial ? in.initial + in.state_of(number, head) : nullptr, half, s);
+    char* trace = in.states; // of the last chunk
+    if constexpr (!Folds) trace += in.half_of(sequence.first_chunk + chunks - 1, head, half) * (state_bytes / 2);
+    ring<stages> r;
+    ring<dout_stages> place;
+    std::uint32_t d[16];
+    float fading = 0;
+    auto const await_chunk = [&] {
+        wait(memory.full[r.at], r.parity);
+        wait(memory.dout_full[place.at], place.parity);
+        load_transposed(memory.dout[place.at][own], d);
+        if constexpr (Folds) arrive_warp(memory.dout_empty[place.at]);
+        fading = memory.gates[r.at].decay[delta_chunk - 1];
+    };
+    if (chunks > 0) await_chunk();
+    if (both && group == 3 && chunks > 0) give_turn(2);
+    for (int i = 0; i < chunks; ++i) {
+        int const at = r.at, dout_at = place.at, side = i & 1, p_at = both ? side : 0;
+        std::uint32_t f[32], reading[16], erasing[16];
+        round_to_operand(s, f);
+        scale(s, fading); // while products are under way, the compiler would await them
+        token_decays held;
+        if constexpr (!both) load_decays(memory.gates[at], held);
+        auto const decays = [&](int j) {
+            if constexpr (both)
+                return decays_of(memory.gates[at], j);
+            else
+                return held[j];
+        };
+#pragma unroll
+        for (int j = 0; j < 16; ++j) {
+            float2 const e = decays(j / 2);
+            reading[j] = two_bf16(in.scale * e.x * low_half(d[j]), in.scale * e.y * high_half(d[j]));
+        }
+        auto const read = [&] {
+            multiply_down(s, reading, memory.queries[at], true);
+            cute::warpgroup_commit_batch();
+        };
+        auto const leave_trace = [&] {
+            if constexpr (Folds) return;
+            store_trace(f, trace);
+            trace -= in.half_of(1, 0, 0) * (state_bytes / 2);
+        };
+        if constexpr (both) { // fewer registers; the other half's products fill the gap
+            keep(s);
+            cute::warpgroup_arrive();
+            read();
+            leave_trace();
+            take_turn(group);
+        }
+        wait(memory.x_full[side], i >> 1 & 1);
+        wait(memory.p_full[p_at], (both ? i >> 1 : i) & 1);
+        if constexpr (both) cute::warpgroup_wait<0>();
+        float dy[32];
+        keep(dy);
+        keep(s);
+        cute::warpgroup_arrive();
+        multiply_along<8>(dy, f, memory.x[side], false);
+        multiply_down(dy, d, memory.p[p_at], true);
+        cute::warpgroup_commit_batch();
+        if constexpr (!both) read(), leave_trace();
+        cute::warpgroup_wait<both ? 0 : 1>();
+        keep(dy);
+#pragma unroll
+        for (int j = 0; j < 16; ++j) {
+            float2 const e = decays(j / 2);
+            erasing[j] = two_bf16(-e.x * dy[2 * j], -e.y * dy[2 * j + 1]);
+        }
+        cute::warpgroup_arrive();
+        multiply_down(s, erasing, memory.keys[at], true);
+        cute::warpgroup_commit_batch();
+        if constexpr (both) give_turn(5 - group);
+        arrive_warp(memory.p_empty[p_at]);
+        arrive_warp(memory.x_empty[side]);
+        if constexpr (!Folds) {
+            std::uint32_t dv[16];
+            round_to_operand(dy, dv);
+            store_transposed(dv, memory.dout[dout_at][own]);
+        }
+        r.next();
+        place.next();
+        if (i + 1 < chunks) await_chunk();
+        if constexpr (!Folds) {
+            cutlass::arch::fence_view_async_shared(); // waits for what was written
+            arrive_warp(memory.dvalues_full[dout_at][own]);
+        }
+        cute::warpgroup_wait<0>();
+        keep(s);
+        arrive_warp(memory.empty[at]);
+    }
+    if (in.last) store_state(s, half, in.last + in.state_of(number, head));
+}
+
 /// Clears what is never written, and makes the barriers.
 template <int Halves, bool Folds>
 __device__ __forceinline__ void begin_walk_back(dstate_memory<Halves>& memory) {
@@ -210,9 +311,6 @@ __device__ __forceinline__ void begin_walk_back(dstate_memory<Halves>& memory) {
 /// and `last` of the walk are the gradients of the states after the sequences and before them. By two warps that load,
 /// one for each half that stores; a warpgroup each for P, X and the gradient of a half, or one for P and X and one each
 /// for the gradients of both halves. One that Folds leaves nothing but the gradient before the sequence.
-///
-/// The warpgroups that carry the gradient are told here, not in a function of their own: their loop is the longest path
-/// of the backward, and the compiler schedules it otherwise there.
 template <int Halves, bool Folds = false>
 __device__ __forceinline__ void walk_back(CUtensorMap const& queries, CUtensorMap const& keys, CUtensorMap const& dout,
                                           CUtensorMap const& dvalues, delta_walk const& in, delta_dvalues const& to,
@@ -244,100 +342,7 @@ __device__ __forceinline__ void walk_back(CUtensorMap const& queries, CUtensorMa
         walk.make_x();
     } else {
         cutlass::arch::warpgroup_reg_alloc<both ? 184 : 232>();
-        constexpr int stages = layout::stages, dout_stages = layout::dout_stages;
-        int const own = Halves == 2 ? group - 2 : 0, half = first_half + own;
-        half_state s;
-        load_state(in.initial ? in.initial + in.state_of(number, head) : nullptr, half, s);
-        char* trace = in.states; // of the last chunk
-        if constexpr (!Folds) trace += in.half_of(sequence.first_chunk + chunks - 1, head, half) * (state_bytes / 2);
-        ring<stages> r;
-        ring<dout_stages> place;
-        std::uint32_t d[16];
-        float fading = 0;
-        auto const await_chunk = [&] {
-            wait(memory.full[r.at], r.parity);
-            wait(memory.dout_full[place.at], place.parity);
-            load_transposed(memory.dout[place.at][own], d);
-            if constexpr (Folds) arrive_warp(memory.dout_empty[place.at]);
-            fading = memory.gates[r.at].decay[delta_chunk - 1];
-        };
-        if (chunks > 0) await_chunk();
-        if (both && group == 3 && chunks > 0) give_turn(2);
-        for (int i = 0; i < chunks; ++i) {
-            int const at = r.at, dout_at = place.at, side = i & 1, p_at = both ? side : 0;
-            std::uint32_t f[32], reading[16], erasing[16];
-            round_to_operand(s, f);
-            scale(s, fading); // while products are under way, the compiler would await them
-            token_decays held;
-            if constexpr (!both) load_decays(memory.gates[at], held);
-            auto const decays = [&](int j) {
-                if constexpr (both)
-                    return decays_of(memory.gates[at], j);
-                else
-                    return held[j];
-            };
-#pragma unroll
-            for (int j = 0; j < 16; ++j) {
-                float2 const e = decays(j / 2);
-                reading[j] = two_bf16(in.scale * e.x * low_half(d[j]), in.scale * e.y * high_half(d[j]));
-            }
-            auto const read = [&] {
-                multiply_down(s, reading, memory.queries[at], true);
-                cute::warpgroup_commit_batch();
-            };
-            auto const leave_trace = [&] {
-                if constexpr (Folds) return;
-                store_trace(f, trace);
-                trace -= in.half_of(1, 0, 0) * (state_bytes / 2);
-            };
-            if constexpr (both) { // fewer registers; the other half's products fill the gap
-                keep(s);
-                cute::warpgroup_arrive();
-                read();
-                leave_trace();
-                take_turn(group);
-            }
-            wait(memory.x_full[side], i >> 1 & 1);
-            wait(memory.p_full[p_at], (both ? i >> 1 : i) & 1);
-            if constexpr (both) cute::warpgroup_wait<0>();
-            float dy[32];
-            keep(dy);
-            keep(s);
-            cute::warpgroup_arrive();
-            multiply_along<8>(dy, f, memory.x[side], false);
-            multiply_down(dy, d, memory.p[p_at], true);
-            cute::warpgroup_commit_batch();
-            if constexpr (!both) read(), leave_trace();
-            cute::warpgroup_wait<both ? 0 : 1>();
-            keep(dy);
-#pragma unroll
-            for (int j = 0; j < 16; ++j) {
-                float2 const e = decays(j / 2);
-                erasing[j] = two_bf16(-e.x * dy[2 * j], -e.y * dy[2 * j + 1]);
-            }
-            cute::warpgroup_arrive();
-            multiply_down(s, erasing, memory.keys[at], true);
-            cute::warpgroup_commit_batch();
-            if constexpr (both) give_turn(5 - group);
-            arrive_warp(memory.p_empty[p_at]);
-            arrive_warp(memory.x_empty[side]);
-            if constexpr (!Folds) {
-                std::uint32_t dv[16];
-                round_to_operand(dy, dv);
-                store_transposed(dv, memory.dout[dout_at][own]);
-            }
-            r.next();
-            place.next();
-            if (i + 1 < chunks) await_chunk();
-            if constexpr (!Folds) {
-                cutlass::arch::fence_view_async_shared(); // waits for what was written
-                arrive_warp(memory.dvalues_full[dout_at][own]);
-            }
-            cute::warpgroup_wait<0>();
-            keep(s);
-            arrive_warp(memory.empty[at]);
-        }
-        if (in.last) store_state(s, half, in.last + in.state_of(number, head));
+        walk.template carry_gradient<Folds>(group);
     }
 }
 
