@@ -2194,7 +2194,16 @@ public:
     index_t rows(int rank, caller here = caller::here()) const {
         detail::require_rank("sharding::rows", rank, ranks(), here);
         index_t count = 0;
-        for_each_piece(rank, [&](range piece) { count += piece.size(); });
+        if constexpr (layout<P> && Scope == scope::sequence && std::same_as<Cut, balanced>) { // no piece is asked for
+            auto const owned = owned_chunks(policy_, rank);
+            detail::balanced_begins const begins(policy_.chunks());
+            for (index_t i = 0; i < runs(); ++i) {
+                auto const begin = begins.of(batch_.length(i));
+                for (int const c : owned) count += begin(c + 1) - begin(c);
+            }
+        } else {
+            for_each_piece(rank, [&](range piece) { count += piece.size(); });
+        }
         return count;
     }
 
@@ -2207,15 +2216,14 @@ public:
                 if (!piece.empty()) f(piece);
             }
         };
-        auto const own = [&](auto const& l) { for_each_chunk(l, rank, [&](int c) { owned.push_back(c); }); };
         if constexpr (layout<P> && detail::ascends<Cut>) { // chunks and reciprocal are found once for all runs
-            own(policy_);
+            owned = owned_chunks(policy_, rank);
             detail::balanced_begins const begins(policy_.chunks());
             for (index_t i = 0; i < runs(); ++i) cut_run(run(i), policy_.chunks(), begins.of(run(i).size()));
         } else {
             for (index_t i = 0; i < runs(); ++i) {
                 auto const l = layout_at(policy_, run(i).size());
-                if (!layout<P> || i == 0) owned.clear(), own(l);
+                if (!layout<P> || i == 0) owned = owned_chunks(l, rank);
                 cut_run(run(i), l.chunks(), begins_of(run(i), l.chunks()));
             }
         }
@@ -2255,6 +2263,12 @@ public:
     }
 
 private:
+    static std::vector<int> owned_chunks(layout auto const& l, int rank) {
+        std::vector<int> owned;
+        for_each_chunk(l, rank, [&](int c) { owned.push_back(c); });
+        return owned;
+    }
+
     /// Returns whether every rank holds the same rows. Cost: O(runs * chunks).
     bool same_pieces(sharding const& other) const {
         for (int rank = 0; rank < ranks(); ++rank) {
@@ -5210,6 +5224,7 @@ template <any_sharding Mine>
 common_messages rows_for_all(Mine const& mine, message_columns const& columns) {
     common_messages found{mine.rows(columns.rank), {}, known_holders<Mine>};
     auto const late = late_rows(mine, columns.rank, 1, true);
+    found.messages.reserve(static_cast<std::size_t>(mine.ranks()));
     for (int peer = 0; peer < mine.ranks() && found.rows > 0; ++peer) found.messages.push_back({peer, {late, 0}, {}});
     columns.give(found.messages, false);
     return found;
@@ -5222,6 +5237,7 @@ common_messages rows_of_holders(index_t rows, Other const& other, std::vector<bo
                                 message_columns const& columns, bool same_columns) {
     common_messages found{rows, {}, true};
     auto const late = late_rows(other, 0, other.ranks(), false);
+    found.messages.reserve(static_cast<std::size_t>(std::ranges::count(holders, true)));
     for (int peer = 0; peer < other.ranks(); ++peer)
         if (holders[static_cast<std::size_t>(peer)]) found.messages.push_back({peer, {late, peer}, {}});
     columns.give(found.messages, same_columns);

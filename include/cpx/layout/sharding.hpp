@@ -172,7 +172,16 @@ public:
     index_t rows(int rank, caller here = caller::here()) const {
         detail::require_rank("sharding::rows", rank, ranks(), here);
         index_t count = 0;
-        for_each_piece(rank, [&](range piece) { count += piece.size(); });
+        if constexpr (layout<P> && Scope == scope::sequence && std::same_as<Cut, balanced>) { // no piece is asked for
+            auto const owned = owned_chunks(policy_, rank);
+            detail::balanced_begins const begins(policy_.chunks());
+            for (index_t i = 0; i < runs(); ++i) {
+                auto const begin = begins.of(batch_.length(i));
+                for (int const c : owned) count += begin(c + 1) - begin(c);
+            }
+        } else {
+            for_each_piece(rank, [&](range piece) { count += piece.size(); });
+        }
         return count;
     }
 
@@ -185,15 +194,14 @@ public:
                 if (!piece.empty()) f(piece);
             }
         };
-        auto const own = [&](auto const& l) { for_each_chunk(l, rank, [&](int c) { owned.push_back(c); }); };
         if constexpr (layout<P> && detail::ascends<Cut>) { // chunks and reciprocal are found once for all runs
-            own(policy_);
+            owned = owned_chunks(policy_, rank);
             detail::balanced_begins const begins(policy_.chunks());
             for (index_t i = 0; i < runs(); ++i) cut_run(run(i), policy_.chunks(), begins.of(run(i).size()));
         } else {
             for (index_t i = 0; i < runs(); ++i) {
                 auto const l = layout_at(policy_, run(i).size());
-                if (!layout<P> || i == 0) owned.clear(), own(l);
+                if (!layout<P> || i == 0) owned = owned_chunks(l, rank);
                 cut_run(run(i), l.chunks(), begins_of(run(i), l.chunks()));
             }
         }
@@ -233,6 +241,12 @@ public:
     }
 
 private:
+    static std::vector<int> owned_chunks(layout auto const& l, int rank) {
+        std::vector<int> owned;
+        for_each_chunk(l, rank, [&](int c) { owned.push_back(c); });
+        return owned;
+    }
+
     /// Returns whether every rank holds the same rows. Cost: O(runs * chunks).
     bool same_pieces(sharding const& other) const {
         for (int rank = 0; rank < ranks(); ++rank) {

@@ -197,6 +197,7 @@ template <any_sharding Mine>
 common_messages rows_for_all(Mine const& mine, message_columns const& columns) {
     common_messages found{mine.rows(columns.rank), {}, known_holders<Mine>};
     auto const late = late_rows(mine, columns.rank, 1, true);
+    found.messages.reserve(static_cast<std::size_t>(mine.ranks()));
     for (int peer = 0; peer < mine.ranks() && found.rows > 0; ++peer) found.messages.push_back({peer, {late, 0}, {}});
     columns.give(found.messages, false);
     return found;
@@ -209,6 +210,7 @@ common_messages rows_of_holders(index_t rows, Other const& other, std::vector<bo
                                 message_columns const& columns, bool same_columns) {
     common_messages found{rows, {}, true};
     auto const late = late_rows(other, 0, other.ranks(), false);
+    found.messages.reserve(static_cast<std::size_t>(std::ranges::count(holders, true)));
     for (int peer = 0; peer < other.ranks(); ++peer)
         if (holders[static_cast<std::size_t>(peer)]) found.messages.push_back({peer, {late, peer}, {}});
     columns.give(found.messages, same_columns);
