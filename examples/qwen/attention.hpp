@@ -122,7 +122,9 @@ private:
         auto const q = [=, this](auto const& x) {
             return cpx::sharded(x.data().columns(0, of_q), back_.from, rank(), at_.rank.memory());
         };
-        auto const from = [=, this](auto const& own) { back_keys(own, all->view(), all->grad(), of_q); };
+        auto const from = [=, this](queries<cpx::head_sharded<>> const& own) {
+            back_keys(own, all->view(), all->grad(), of_q);
+        };
         return at_.move(back_, again_,
                         attend(
                             q(all->view()), keys(all->view(), of_q), values(all->view(), of_q),

@@ -3,9 +3,12 @@
 #pragma once
 
 #include <cpx/core/hash.hpp>
+#include <cpx/ops/local/attention.hpp>
+#include <cpx/ops/local/attention_backward.hpp>
 #include <cpx/ops/local/causal_conv.hpp>
 #include <cpx/ops/local/delta_rule_backward.hpp>
 #include <cpx/ops/local/linear.hpp>
+#include <cpx/ops/local/norm.hpp>
 #include <cpx/testing/counted.hpp>
 #include <cpx/transport/exchange.hpp>
 #include <cpx/transport/threads.hpp>
@@ -13,6 +16,7 @@
 
 #include <array>
 #include <cstdint>
+#include <span>
 #include <string_view>
 #include <vector>
 
@@ -68,5 +72,75 @@ extern template delta_chunk_gradients<double> differentiate_chunk<double>(delta_
                                                                           padded<double> const&, rows<double const>,
                                                                           rows<double const>, padded<double> const&,
                                                                           padded<double> const&);
+extern template struct delta_segment<float>;
+extern template void delta_backward<float>(delta_segment<float> const&, rows<float const>, rows<float const>,
+                                           rows<float>, delta_rule_gradients<float> const&);
+extern template void delta_backward_fold<float>(delta_segment<float> const&, rows<float const>, rows<float>);
+extern template void attend_one_head<float>(rows<float const>, std::span<index_t const>, rows<float const>,
+                                            rows<float const>, float, rows<float>, std::span<float>);
+extern template void backward_of_one_key_head<float>(attended_queries<float> const&, rows<float const>,
+                                                     rows<float const>, std::span<index_t const>, float, rows<float>,
+                                                     rows<float>);
+extern template void backward_of_one_query_head<float>(attended_queries<float> const&, rows<float const>,
+                                                       rows<float const>, float, rows<float>);
+extern template void add_weight_terms<float>(rows<float const>, rows<float const>, rows<float const>, rows<float>,
+                                             float*);
+extern template void project<float>(rows<float const>, rows<float const>, rows<float>);
+extern template void project_backward_input<float>(rows<float const>, rows<float const>, rows<float>);
+extern template void project_backward_weight<float>(rows<float const>, rows<float const>, rows<float>);
+extern template void exchange_sum<float const, float, threads>(plan const&, identity const&, rows<float const> const&,
+                                                               rows<float> const&, threads&, caller, char const*);
+extern template void require_shape<float>(char const*, char const*, rows<float>, index_t, index_t, caller);
+extern template void require_shape<float const>(char const*, char const*, rows<float const>, index_t, index_t, caller);
+extern template void check_buffer<float>(char const*, char const*, rows<float> const&, end_shape const&, caller);
+extern template void check_buffer<float const>(char const*, char const*, rows<float const> const&, end_shape const&,
+                                               caller);
+extern template struct delta_segment<double>;
+extern template void delta_backward<double>(delta_segment<double> const&, rows<double const>, rows<double const>,
+                                            rows<double>, delta_rule_gradients<double> const&);
+extern template void delta_backward_fold<double>(delta_segment<double> const&, rows<double const>, rows<double>);
+extern template void attend_one_head<double>(rows<double const>, std::span<index_t const>, rows<double const>,
+                                             rows<double const>, double, rows<double>, std::span<double>);
+extern template void backward_of_one_key_head<double>(attended_queries<double> const&, rows<double const>,
+                                                      rows<double const>, std::span<index_t const>, double,
+                                                      rows<double>, rows<double>);
+extern template void backward_of_one_query_head<double>(attended_queries<double> const&, rows<double const>,
+                                                        rows<double const>, double, rows<double>);
+extern template void add_weight_terms<double>(rows<double const>, rows<double const>, rows<double const>, rows<double>,
+                                              double*);
+extern template void project<double>(rows<double const>, rows<double const>, rows<double>);
+extern template void project_backward_input<double>(rows<double const>, rows<double const>, rows<double>);
+extern template void project_backward_weight<double>(rows<double const>, rows<double const>, rows<double>);
+extern template void exchange_sum<double const, double, threads>(plan const&, identity const&,
+                                                                 rows<double const> const&, rows<double> const&,
+                                                                 threads&, caller, char const*);
+extern template void require_shape<double>(char const*, char const*, rows<double>, index_t, index_t, caller);
+extern template void require_shape<double const>(char const*, char const*, rows<double const>, index_t, index_t,
+                                                 caller);
+extern template void check_buffer<double>(char const*, char const*, rows<double> const&, end_shape const&, caller);
+extern template void check_buffer<double const>(char const*, char const*, rows<double const> const&, end_shape const&,
+                                                caller);
 
 } // namespace cpx::detail
+
+namespace cpx {
+
+extern template void rms_norm<float>(rows<float const>, std::span<float const>, float, float, rows<float>, caller);
+extern template void gated_rms_norm<float>(rows<float const>, rows<float const>, std::span<float const>, float,
+                                           rows<float>, caller);
+extern template void rms_norm_backward<float>(rows<float const>, std::span<float const>, float, float,
+                                              rows<float const>, rows<float>, std::span<float>, caller);
+extern template void gated_rms_norm_backward<float>(rows<float const>, rows<float const>, std::span<float const>, float,
+                                                    rows<float const>, rows<float>, rows<float>, std::span<float>,
+                                                    caller);
+extern template void rms_norm<double>(rows<double const>, std::span<double const>, double, double, rows<double>,
+                                      caller);
+extern template void gated_rms_norm<double>(rows<double const>, rows<double const>, std::span<double const>, double,
+                                            rows<double>, caller);
+extern template void rms_norm_backward<double>(rows<double const>, std::span<double const>, double, double,
+                                               rows<double const>, rows<double>, std::span<double>, caller);
+extern template void gated_rms_norm_backward<double>(rows<double const>, rows<double const>, std::span<double const>,
+                                                     double, rows<double const>, rows<double>, rows<double>,
+                                                     std::span<double>, caller);
+
+} // namespace cpx
