@@ -202,6 +202,10 @@ TEST_SUITE("ops") {
         rejects("saved tensors: expected those of the forward, got none", call(p, none, x, x, dx, weights));
         rejects("saved tensors: expected those of the forward, got those of another",
                 call(p, of_other, x, x, dx, weights));
+        auto others_states = good;
+        others_states.states = of_other.states;
+        rejects("saved states: expected those of the forward, got those of another batch",
+                call(p, others_states, x, x, dx, weights));
         std::string const shardings = "sharding of x, dy and dx: expected the layer's";
         rejects(shardings, call(p, good, foreign, x, dx, weights));
         rejects(shardings, call(p, good, x, foreign, dx, weights));

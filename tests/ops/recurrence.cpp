@@ -548,6 +548,9 @@ TEST_SUITE("ops") {
         std::string const back = "head_decay_attention_backward: ";
         rejects(back + "saved states: expected those of the forward, got none",
                 [](R&, tensors& t, gradient&) { t.saved = nullptr; });
+        rejects(back + "overlap of dq and dfinal", [&](R&, tensors&, gradient& to) {
+            to.dfinal = {gradients.data(), 2, 32};
+        });
         rejects(back + "shape of dq: expected (11, 4), got (11, 2)",
                 [&](R&, tensors&, gradient& to) { to.dx[0] = dg; });
         rejects(back + "shape of dout: expected (11, 8), got (11, 4)",
@@ -561,6 +564,45 @@ TEST_SUITE("ops") {
         rejects(back + "shape of dinitial: expected (2, 32), got (2, 16)", [&](R&, tensors&, gradient& to) {
             to.dinitial = {states.data(), 2, 16};
         });
+
+        cpx::recurrence_saved<double> saved; // by one forward, then read for another batch, rank or recurrence
+        auto const call = [&](R const& r, S const& where, bool backward, tensors t, gradient to) {
+            auto const on = [&](auto const& x) { return cpx::sharded(x.data(), where, 0); };
+            t.x = {on(q), on(q), on(v), on(g)}, t.o = on(o), t.saved = &saved;
+            to.dout = on(o), to.dx = {on(dq), on(dk), on(dv), on(dg)};
+            cpx::threads::run(1, [&](cpx::threads& comm) {
+                auto const plan = cpx::carry<cpx::scan>(where, 0);
+                backward ? recur_backward(plan, r, t, to, comm) : recur(plan, r, t, comm);
+            });
+        };
+        tensors const t{{q, q, v, g}, o};
+        gradient const to{o, {dq, dk, dv, dg}};
+        call(good, sharding, false, t, to);
+        std::ranges::fill(outputs, 7);
+        auto const kept = saved.starts;
+        auto const keeps = [&](std::string const& passage, auto const& f) {
+            support::rejects({"recurrence.cpp", passage}, f);
+            CHECK(std::ranges::all_of(outputs, [](double x) { return x == 7; }));
+            CHECK(std::ranges::all_of(gradients, [](double x) { return x == 0; }));
+            CHECK(saved.starts == kept);
+        };
+        keeps(back + "saved states: expected those of the forward, got those of another batch, sharding or rank",
+              [&] { call(good, other, true, t, to); });
+        tensors from_saved = t;
+        from_saved.initial = {saved.starts.data(), 2, 32};
+        keeps("head_decay_attention: overlap of saved states and initial",
+              [&] { call(good, sharding, false, from_saved, to); });
+        gradient to_saved = to;
+        to_saved.dinitial = {saved.starts.data(), 2, 32};
+        keeps(back + "overlap of dinitial and saved states", [&] { call(good, sharding, true, t, to_saved); });
+        cpx::threads::run(1, [&](cpx::threads& comm) { // without maps, which a scan's backward reads
+            tensors by_serial = t;
+            by_serial.saved = &saved;
+            recur(cpx::carry<cpx::serial>(sharding, 0), good, by_serial, comm);
+        });
+        std::ranges::fill(outputs, 7);
+        keeps(back + "saved maps: expected those of the forward, by scan, got others",
+              [&] { call(good, sharding, true, t, to); });
     }
 
     TEST_CASE("ranks that run two recurrences, or one on two batches, are told") {

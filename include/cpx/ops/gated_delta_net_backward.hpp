@@ -93,6 +93,8 @@ struct gated_delta_net_backward_pass {
         bool const ran = saved.z && saved.o && saved.projected && saved.mixed && saved.gates;
         require(ran && saved.o->sharding() == sharding, where, "saved tensors", "those of the forward",
                 ran ? "those of another sharding" : "none", here);
+        delta_rule_options const options{.chunk = net.config().chunk, .qk_l2norm = true};
+        check_saved(where, net.mixer_.states, gated_delta{net.config().heads, options, where}, &saved.states, here);
         rows<T const> const hidden[] = {x.data(), dy.data(), to.dx.data()};
         for (rows<T const> const& in : hidden)
             require_shape(where, "x, dy and dx", in, saved.o->data().count(), net.config().hidden, here);

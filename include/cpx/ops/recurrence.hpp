@@ -70,6 +70,39 @@ std::vector<operand> operands(X const& x, std::array<std::string, N> const& name
     return list;
 }
 
+/// Says which forward saved states: on which sharding of which batch, of which rank and of states of which size; and
+/// whether with maps, by scan.
+template <class R, carry_kind How, any_sharding S>
+std::uint64_t saved_by(carry_plan<How, S> const& plan, R const& r, bool maps) {
+    state_shape const all = r.states();
+    auto const number = [](auto n) { return static_cast<std::uint64_t>(n); };
+    return mix_all(1,
+                   std::array{plan.id.numbers[identity::ranks], plan.id.numbers[identity::cu_seqlens],
+                              plan.id.numbers[identity::source_hash], number(plan.rank), number(all.heads),
+                              number(all.keys), number(all.values), number(static_cast<int>(all.map)), number(maps)});
+}
+
+/// Throws unless a forward of this plan and recurrence has saved what its backward reads. The backward of a scan wants
+/// maps, that of a serial one takes either.
+template <class R, carry_kind How, any_sharding S, class Saved>
+void check_saved(char const* where, carry_plan<How, S> const& plan, R const& r, Saved const& saved, caller here) {
+    state_shape const shape = held_states(plan, r);
+    require(saved != nullptr && std::ssize(saved->starts) == std::ssize(plan.segments) * shape.state_width(), where,
+            "saved states", "those of the forward", saved ? "others" : "none", here);
+    bool const without_maps = saved->of == saved_by(plan, r, false);
+    require(saved->of == 0 || without_maps || saved->of == saved_by(plan, r, true), where, "saved states",
+            "those of the forward", "those of another batch, sharding or rank, or of another size", here);
+    if constexpr (std::same_as<How, scan>)
+        require(!without_maps && std::ssize(saved->maps) == inner_segments(plan.links) * shape.map_width(), where,
+                "saved maps", "those of the forward, by scan", "others", here);
+}
+
+template <class T, class Saved>
+std::array<operand, 2> saved_operands(Saved const& saved) {
+    return {operand("saved states", rows<T const>(saved.starts.data(), 1, std::ssize(saved.starts))),
+            operand("saved maps", rows<T const>(saved.maps.data(), 1, std::ssize(saved.maps)))};
+}
+
 /// Runs a recurrence whose segments `Local` runs, in `memory`.
 template <class Local, carry_kind How, any_sharding S, class R, class Tensors, class Memory>
 void run_recurrence(carry_plan<How, S> const& plan, R const& r, Tensors const& t, Memory& memory, caller here) {
@@ -86,9 +119,17 @@ void run_recurrence(carry_plan<How, S> const& plan, R const& r, Tensors const& t
     require_apart(where, std::array{o, final}, operands(t.x, names), here);
     require_apart(where, {o}, {initial}, here);
     require_apart(where, {final}, {initial}, here, in_place::yes);
+    if (t.saved) { // which is written, or freed and made anew
+        auto others = operands(t.x, names);
+        others.insert(others.end(), {o, initial, final});
+        require_apart(where, saved_operands<T>(*t.saved), others, here);
+    }
     Local local(where, plan, r, t, memory, here);
     memory.prepare(plan, shape, here);
-    if (t.saved) memory.renew(t.saved->starts, where, {std::ssize(plan.segments), width}, here);
+    if (t.saved) {
+        memory.renew(t.saved->starts, where, {std::ssize(plan.segments), width}, here);
+        t.saved->of = saved_by(plan, r, std::same_as<How, scan>);
+    }
     recurrence_pass<T, Local, Memory> pass(plan, shape, side::before, t.initial, t.final,
                                            t.saved ? t.saved->starts.data() : nullptr, nullptr, local, memory);
     typename Memory::template buffer<T> maps;
@@ -106,20 +147,19 @@ void run_recurrence_backward(carry_plan<How, S> const& plan, R const& r, Tensors
     auto const names = input_names(r, ""), of_gradients = input_names(r, "d");
     check_tensors(where, plan, r, t.x, to.dout, names, "dout", here);
     check_tensors(where, plan, r, to.dx, to.dout, of_gradients, "dout", here);
+    check_saved(where, plan, r, t.saved, here);
     state_shape const shape = held_states(plan, r);
     index_t const width = shape.state_width(), sequences = plan.sharding.batch().sequences();
-    require(t.saved != nullptr && std::ssize(t.saved->starts) == std::ssize(plan.segments) * width, where,
-            "saved states", "those of the forward", t.saved ? "others" : "none", here);
-    if constexpr (std::same_as<How, scan>)
-        require(std::ssize(t.saved->maps) == inner_segments(plan.links) * shape.map_width(), where, "saved maps",
-                "those of the forward, by scan", "others", here);
     if (to.dfinal.data()) require_shape(where, "dfinal", to.dfinal, sequences, width, here);
     if (to.dinitial.data()) require_shape(where, "dinitial", to.dinitial, sequences, width, here);
     operand const dout("dout", to.dout.data()), dfinal("dfinal", to.dfinal), dinitial("dinitial", to.dinitial);
-    auto gradients = operands(to.dx, of_gradients);
+    auto gradients = operands(to.dx, of_gradients), read = operands(t.x, names);
+    auto const saved = saved_operands<T>(*t.saved);
+    require_apart(where, gradients, std::array{dfinal}, here);
     gradients.push_back(dinitial);
-    require_apart(where, gradients, operands(t.x, names), here);
-    require_apart(where, gradients, std::array{dout}, here);
+    read.push_back(dout);
+    read.insert(read.end(), saved.begin(), saved.end());
+    require_apart(where, gradients, read, here);
     require_apart(where, {dinitial}, {dfinal}, here, in_place::yes);
     Local local(where, plan, r, t, to, memory, here);
     memory.prepare(plan, shape, here);

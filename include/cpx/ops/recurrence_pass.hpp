@@ -6,6 +6,8 @@
 #include <cpx/ops/carried_states.hpp>
 #include <cpx/ops/shared_heads.hpp>
 
+#include <cstdint>
+
 namespace cpx {
 
 /// What the backward of a recurrence needs of its forward: the state before every segment of the rank and, with `scan`,
@@ -13,6 +15,7 @@ namespace cpx {
 template <class T, any_memory M = host_memory>
 struct recurrence_saved {
     typename M::template block<typename M::template sum<T>> starts, maps;
+    std::uint64_t of = 0; ///< the forward that saved them; 0: the caller's own arrays, of which sizes alone are checked
 };
 
 /// The tensors of a recurrence with N inputs on one rank, all of one sharding; widths are those of the heads that the

@@ -22,6 +22,7 @@ namespace cpx {
 template <class T>
 struct recurrence_saved<T, cuda::memory> {
     cuda::block<float> starts, maps;
+    std::uint64_t of = 0; ///< as on the host
     bool keeps = false;
     struct made { // by one call; see `run_together`
         std::vector<std::size_t> segments;
