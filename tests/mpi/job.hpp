@@ -8,7 +8,9 @@
 
 #include <support/rejects.hpp>
 
+#include <chrono>
 #include <string>
+#include <thread>
 
 namespace job {
 
@@ -29,12 +31,20 @@ inline bool holds(std::string const& text, std::string const& passage) {
     return text.find(passage) != std::string::npos;
 }
 
+/// Waits for all ranks and leaves the core to them meanwhile, as MPI_Barrier does not.
+inline void meet() {
+    MPI_Request all = MPI_REQUEST_NULL;
+    MPI_Ibarrier(MPI_COMM_WORLD, &all);
+    for (int come = 0; !come; std::this_thread::sleep_for(std::chrono::microseconds(200)))
+        MPI_Test(&all, &come, MPI_STATUS_IGNORE);
+}
+
 /// Runs `program(comm)` on all ranks and returns what this one says, or "". All ranks have ended when it returns.
 template <class F>
 std::string error(std::chrono::milliseconds deadline, F&& program) {
     ranks();
     std::string const text = support::message([&] { cpx::mpi::run(program, deadline); });
-    MPI_Barrier(MPI_COMM_WORLD);
+    meet();
     return text;
 }
 
