@@ -2,12 +2,14 @@
 // Attention of sequences that go on, over keys and values that every rank keeps where it had them.
 #pragma once
 
+#include <cpx/core/hash.hpp>
 #include <cpx/layout/head_sharded.hpp>
 #include <cpx/layout/piecewise.hpp>
 #include <cpx/ops/cached_keys.hpp>
 #include <cpx/transport/exchange.hpp>
 
 #include <algorithm>
+#include <cstdint>
 
 namespace cpx {
 
@@ -43,8 +45,8 @@ public:
     /// Appends the keys and values of a batch in which sequences go on, those of no token by none. k, v: (rows, key
     /// heads * dim) of the heads of this rank. Rows behind a sequence's valid length are not kept.
     ///
-    /// Every rank calls it with its rows of the same batch. Throws `cpx::error` on what does not fit, before anything
-    /// is kept.
+    /// Every rank calls it with its rows of the same batch. Throws `cpx::error` on what does not fit; a call that
+    /// throws, for want of memory, too, has kept nothing.
     template <sharded_like<M> K, sharded_like<M> V>
     void append(K const& k, V const& v, caller here = caller::here()) {
         constexpr bool fits =
@@ -100,14 +102,18 @@ private:
         detail::require_there(where, "v", v, k, "that of k", here);
         detail::require_shape(where, "v", v.data(), s.rows(rank_), width, here);
         std::vector<detail::appended_rows> list;
+        std::vector<std::vector<index_t>> tokens(tokens_.size()); // that come
         for (segment const& of : segments(s, rank_)) {
             auto const sequence = static_cast<std::size_t>(of.sequence);
             index_t const count = std::min(of.count, s.batch().valid(of.sequence) - of.token);
             if (count <= 0) continue;
             list.push_back({of.sequence, of.row, count});
-            for (index_t i = 0; i < count; ++i) tokens_[sequence].push_back(lengths_[sequence] + of.token + i);
+            for (index_t i = 0; i < count; ++i) tokens[sequence].push_back(lengths_[sequence] + of.token + i);
         }
-        kept_.append(list, k.data(), v.data(), here);
+        for (std::size_t i = 0; i < tokens.size(); ++i) detail::make_room(tokens_[i], tokens[i].size());
+        kept_.append(list, k.data(), v.data(), here); // the last that may throw: a call keeps all of a batch or nothing
+        for (std::size_t i = 0; i < tokens.size(); ++i)
+            tokens_[i].insert(tokens_[i].end(), tokens[i].begin(), tokens[i].end());
         last_ = s.batch();
         for (index_t i = 0; i < last_.sequences(); ++i) lengths_[static_cast<std::size_t>(i)] += last_.valid(i);
     }
@@ -127,6 +133,9 @@ private:
         }
         kept_.attend(list, at, scale, q, o, lse, here);
     }
+
+    /// Hashes what every rank has alike, beside the numbers of heads.
+    std::uint64_t hash() const { return detail::mix_all(static_cast<std::uint64_t>(heads_.dim), lengths_); }
 
     attention_heads heads_;
     range keys_;
@@ -160,7 +169,9 @@ public:
     /// Computes `o = softmax(scale q K^T) V` for every query over the tokens of its sequence up to its own.
     ///
     /// q, o: (rows, query heads * dim). Rows behind a sequence's valid length see its last token. Collective where the
-    /// cache holds tokens: two exchanges. Throws `cpx::error` on what does not fit, and what `exchange` throws.
+    /// cache holds tokens: two exchanges, before which ranks whose caches have other heads, or have had another number
+    /// of tokens of a sequence, throw an error that says so. Throws `cpx::error` on what does not fit, and what
+    /// `exchange` throws.
     template <class T, any_memory M, sharded_like<M> X, sharded_like<M> O, any_transport Comm>
     void operator()(attention_cache<T, M> const& cache, X const& q, double scale, O&& o, Comm& comm,
                     caller here = caller::here()) const {
@@ -222,6 +233,16 @@ private:
         }
     }
 
+    /// Returns a plan on which ranks agree only if their caches are alike.
+    template <class T, any_memory M>
+    static plan over(plan p, attention_cache<T, M> const& cache) {
+        identity::set(p.id.operation, where);
+        p.id[identity::source_width] = static_cast<std::uint64_t>(cache.heads_.query_heads);
+        p.id[identity::target_width] = static_cast<std::uint64_t>(cache.heads_.key_heads);
+        p.id[identity::parameter] = cache.hash();
+        return p;
+    }
+
     template <class T, any_memory M, class Comm>
     void run(attention_cache<T, M> const& cache, sharded<T const, Q, M> const& q, double scale,
              sharded<T, Q, M> const& o, Comm& comm, caller here) const {
@@ -246,13 +267,20 @@ private:
 
         M const& memory = q.memory();
         tensor<T, replicated<>, M> all(everywhere_, rank_, Q::every_row ? 0 : at.query_width(), memory, here);
-        if constexpr (!Q::every_row) detail::exchange_rows(gather_, q.data(), all.data(), comm, here, where);
+        if constexpr (!Q::every_row)
+            detail::exchange_rows(over(gather_, cache), q.data(), all.data(), comm, here, where);
         tensor<sum, parts_type, M> part(back_.from, rank_, at.query_width() + at.queries.size(), memory, here);
         cache.attend(segments(everywhere_, rank_), at, scale, Q::every_row ? q.data() : std::as_const(all).data(),
                      part.data().columns(0, at.query_width()), part.data().columns(at.query_width(), at.queries.size()),
                      here);
         tensor<sum, joined_type, M> every(back_.to, rank_, part.width(), memory, here);
-        detail::exchange_rows(back_, std::as_const(part).data(), every.data(), comm, here, where);
+        auto const send_back = [&](plan const& p) {
+            detail::exchange_rows(p, std::as_const(part).data(), every.data(), comm, here, where);
+        };
+        if constexpr (Q::every_row) // the first exchange of this call
+            send_back(over(back_, cache));
+        else
+            send_back(back_);
         for_each_element(memory, o.data().count(), o.data().width(),
                          rowwise::join_parts<sum, T>{every.data(), o.data(), queries_.ranks(), at.dim});
     }
