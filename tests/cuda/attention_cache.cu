@@ -94,6 +94,19 @@ numbers converse(problem const& p, lists const& prompt, int ranks, Prefill const
     return found.of[0];
 }
 
+/// A device's memory that can be full.
+struct limited final : cuda::memory_resource {
+    int left = 1000; ///< blocks that may yet be given
+    void* allocate(std::size_t bytes, cudaStream_t in) override {
+        cpx::require(left > 0, "limited", "blocks", "some", "none left");
+        --left;
+        return cuda::default_resource().allocate(bytes, in);
+    }
+    void deallocate(void* memory, std::size_t bytes, cudaStream_t in) noexcept override {
+        cuda::default_resource().deallocate(memory, bytes, in);
+    }
+};
+
 template <class T>
 double rounding() {
     return sizeof(T) == 4 ? 2e-6 : std::same_as<T, __half> ? 1e-3 : 6e-3;
@@ -205,5 +218,48 @@ TEST_SUITE("cuda") {
             attend(cache, q, 1., o, comm);
         });
         CHECK((cache.length(0) == 6 && cache.length(1) == 5));
+    }
+
+    TEST_CASE("a batch for which a device has no memory leaves a cache as it was, and can be appended later") {
+        if (!has_gpus()) return;
+        auto const p = random_problem<float>(support::lengths({70, 9}), {4, 2, 16}, 8);
+        auto const decode = [&](bool refused) {
+            std::vector<float> o;
+            cpx::threads::run(1, [&](cpx::threads& threads) {
+                cuda::stream const stream;
+                threads_on_gpu comm(threads, stream);
+                limited resource;
+                cuda::memory const memory(stream, resource);
+                auto const sharded_as = [](cpx::thd const& batch) { return cpx::shard(batch, cpx::zigzag<>(1)); };
+                auto const tensor = [&](numbers const& values, index_t heads, auto const& sharding) {
+                    auto x = cpx::tensor<float, std::remove_cvref_t<decltype(sharding)>, cuda::memory>(
+                        sharding, 0, heads * p.heads.dim, memory);
+                    x.write(std::vector<float>(values.begin(), values.end()));
+                    return x;
+                };
+                device_cache<float> cache(p.heads, sharded_as(p.batch), 0, memory);
+                lists done{0, 0};
+                for (lists const& next : {lists{60, 8}, lists{70, 9}}) { // the latter wants larger memory
+                    auto const now = tokens(p, done, next).first;
+                    auto const sharding = sharded_as(now.batch);
+                    auto const k = tensor(now.k, 2, sharding), v = tensor(now.v, 2, sharding),
+                               q = tensor(now.q, 4, sharding);
+                    auto to = tensor(now.q, 4, sharding);
+                    for (int left = 0; refused && left < 3; ++left) { // none for keys, values, the list of rows
+                        resource.left = left;
+                        support::rejects({"limited: blocks"}, [&] { cache.append(k, v); });
+                        CHECK((cache.length(0) == done[0] && cache.length(1) == done[1]));
+                    }
+                    resource.left = 1000;
+                    cache.append(k, v);
+                    cpx::cached_attention(sharding, 0)(cache, q, p.scale, to, comm);
+                    auto const found = to.read();
+                    o.insert(o.end(), found.begin(), found.end());
+                    done = next;
+                }
+            });
+            return o;
+        };
+        CHECK(decode(true) == decode(false));
     }
 }

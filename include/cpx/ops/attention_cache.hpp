@@ -43,8 +43,8 @@ public:
     /// Appends the keys and values of a batch in which sequences go on, those of no token by none. k, v: (rows, key
     /// heads * dim) of the heads of this rank. Rows behind a sequence's valid length are not kept.
     ///
-    /// Every rank calls it with its rows of the same batch. Throws `cpx::error` on what does not fit, before anything
-    /// is kept.
+    /// Every rank calls it with its rows of the same batch. Throws `cpx::error` on what does not fit; a call that
+    /// throws, for want of memory, too, has kept nothing.
     template <sharded_like<M> K, sharded_like<M> V>
     void append(K const& k, V const& v, caller here = caller::here()) {
         constexpr bool fits =
@@ -100,14 +100,18 @@ private:
         detail::require_there(where, "v", v, k, "that of k", here);
         detail::require_shape(where, "v", v.data(), s.rows(rank_), width, here);
         std::vector<detail::appended_rows> list;
+        std::vector<std::vector<index_t>> tokens(tokens_.size()); // that come
         for (segment const& of : segments(s, rank_)) {
             auto const sequence = static_cast<std::size_t>(of.sequence);
             index_t const count = std::min(of.count, s.batch().valid(of.sequence) - of.token);
             if (count <= 0) continue;
             list.push_back({of.sequence, of.row, count});
-            for (index_t i = 0; i < count; ++i) tokens_[sequence].push_back(lengths_[sequence] + of.token + i);
+            for (index_t i = 0; i < count; ++i) tokens[sequence].push_back(lengths_[sequence] + of.token + i);
         }
-        kept_.append(list, k.data(), v.data(), here);
+        for (std::size_t i = 0; i < tokens.size(); ++i) detail::make_room(tokens_[i], tokens[i].size());
+        kept_.append(list, k.data(), v.data(), here); // the last that may throw: a call keeps all of a batch or nothing
+        for (std::size_t i = 0; i < tokens.size(); ++i)
+            tokens_[i].insert(tokens_[i].end(), tokens[i].begin(), tokens[i].end());
         last_ = s.batch();
         for (index_t i = 0; i < last_.sequences(); ++i) lengths_[static_cast<std::size_t>(i)] += last_.valid(i);
     }

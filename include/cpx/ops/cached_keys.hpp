@@ -4,7 +4,10 @@
 
 #include <cpx/ops/attention.hpp>
 
+#include <algorithm>
 #include <limits>
+#include <span>
+#include <vector>
 
 namespace cpx::detail {
 
@@ -18,7 +21,14 @@ struct cached_queries {
     std::vector<index_t> seen;
 };
 
-/// Owns rows of keys and values by sequence, in memory M. On devices: `ops/cuda/attention_cache.hpp`.
+/// Lets `more` elements come without an exception. Memory grows as it does when elements come one by one.
+template <class T>
+void make_room(std::vector<T>& list, std::size_t more) {
+    if (list.capacity() - list.size() < more) list.reserve(std::max(list.size() + more, 2 * list.capacity()));
+}
+
+/// Owns rows of keys and values by sequence, in memory M. `append` keeps all rows, or throws and keeps none.
+/// On devices: `ops/cuda/attention_cache.hpp`.
 template <class T, any_memory M>
 class cached_keys {
     static_assert(never<M>, "cpx: an attention_cache on devices, of float, bfloat16 or half: include "
@@ -35,6 +45,11 @@ public:
     host_memory memory() const { return {}; }
 
     void append(std::span<appended_rows const> list, rows<T const> k, rows<T const> v, caller) {
+        std::vector<index_t> counts(kept_.size());
+        for (appended_rows const& of : list) counts[static_cast<std::size_t>(of.sequence)] += of.count;
+        for (std::size_t s = 0; s < counts.size(); ++s)
+            for (auto* const x : {&kept_[s].k, &kept_[s].v})
+                make_room(*x, static_cast<std::size_t>(counts[s] * width_));
         for (appended_rows const& of : list) {
             kept& to = kept_[static_cast<std::size_t>(of.sequence)];
             for (index_t i = of.row; i < of.row + of.count; ++i) {

@@ -32,9 +32,10 @@ public:
         for (place const& of : places_) counts.push_back(of.count);
         for (appended_rows const& of : list) counts[static_cast<std::size_t>(of.sequence)] += of.count;
         grow(counts, here);
+        auto places = places_;                                            // these count when all has been enqueued
         std::vector<index_t> to(static_cast<std::size_t>(k.count()), -1); // rows of the cache
         for (appended_rows const& of : list) {
-            place& own = places_[static_cast<std::size_t>(of.sequence)];
+            place& own = places[static_cast<std::size_t>(of.sequence)];
             for (index_t i = 0; i < of.count; ++i) to[static_cast<std::size_t>(of.row + i)] = own.first + own.count++;
         }
         auto listed = memory_.template room<index_t>(std::ssize(to));
@@ -42,6 +43,7 @@ public:
         std::span<index_t const> const numbers(listed.data(), to.size());
         cuda::scatter_rows<T>(memory_, k, numbers, rows<T>(k_.data(), room_, width_), here);
         cuda::scatter_rows<T>(memory_, v, numbers, rows<T>(v_.data(), room_, width_), here);
+        places_ = std::move(places);
     }
 
     template <class Out>
