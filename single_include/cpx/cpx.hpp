@@ -3879,8 +3879,7 @@ struct identity {
         static constexpr std::array<char const*, texts> names{"operation", "source layout", "target layout",
                                                               "element type"};
         if (field < texts) return names[static_cast<std::size_t>(field)];
-        if (field == texts + static_cast<int>(parameter)) return parameter_name();
-        return number_names[static_cast<std::size_t>(field - texts)];
+        return name_of(static_cast<number>(field - texts));
     }
     std::string value(int field) const {
         if (field < texts)
@@ -3913,22 +3912,26 @@ struct identity {
     }
 
 private:
-    /// What the parameter of an operation is; of a halo, its reach.
-    char const* parameter_name() const {
+    /// What a number of an operation is; the parameter of a halo is its reach.
+    char const* name_of(number n) const {
         struct meaning {
             std::string_view operation;
+            number of;
             char const* name;
         };
-        std::string_view of = operation.data();
-        of.remove_prefix(of.find(": ") == of.npos ? 0 : of.find(": ") + 2); // for whom
-        for (meaning const m : {meaning{"carry", "elements of a map"},
-                                {"expert_balance", "over"},
-                                {"sum_over_ranks", "number of values"},
-                                {"media counts", "grids (hash)"},
-                                {"gather", "bytes"},
-                                {"broadcast", "bytes"}})
-            if (of.starts_with(m.operation)) return m.name;
-        return number_names[parameter];
+        std::string_view run = operation.data();
+        run.remove_prefix(run.find(": ") == run.npos ? 0 : run.find(": ") + 2); // for whom
+        for (meaning const m : {meaning{"carry", parameter, "elements of a map"},
+                                {"expert_balance", parameter, "over"},
+                                {"sum_over_ranks", parameter, "number of values"},
+                                {"cached_attention", source_width, "query heads"},
+                                {"cached_attention", target_width, "key heads"},
+                                {"cached_attention", parameter, "width of heads or tokens kept (hash)"},
+                                {"media counts", parameter, "grids (hash)"},
+                                {"gather", parameter, "bytes"},
+                                {"broadcast", parameter, "bytes"}})
+            if (n == m.of && run.starts_with(m.operation)) return m.name;
+        return number_names[n];
     }
 };
 

@@ -368,4 +368,68 @@ TEST_SUITE("ops") {
                 attend(zigzag, of_heads, 1, 8, 8));
         CHECK((cache.length(0) == 6 && cache.length(1) == 5));
     }
+
+    TEST_CASE("every rank is told that caches are not alike, before anything is written") {
+        auto const batch = lengths({6, 5});
+        by_tokens const zigzag = cpx::shard(batch, cpx::zigzag<>(3));
+        cpx::attention_heads const heads{4, 2, 2};
+        /// All append and attend `alike` times; then rank 1 has these heads and appends so often, the others once.
+        struct rank_1 {
+            cpx::attention_heads heads;
+            int times, alike = 0;
+        };
+        auto const told = [&](auto const& queries, rank_1 const& odd, std::vector<std::string> const& passages) {
+            std::vector<std::string> texts(3);
+            std::vector<char> untouched(3);
+            static_cast<void>(support::message([&] {
+                cpx::threads::run(3, [&](cpx::threads& comm) {
+                    int const rank = comm.rank();
+                    auto const [own, times, alike] = rank == 1 ? odd : rank_1{heads, 1, odd.alike};
+                    cpx::attention_cache<double> cache(own, zigzag, rank);
+                    auto const k = cpx::make_tensor<double>(zigzag, rank, own.key_heads * own.dim);
+                    auto const q = cpx::make_tensor<double>(queries, rank, own.query_heads * own.dim);
+                    cpx::cached_attention const attend(queries, rank);
+                    for (int i = 0; i < alike; ++i) {
+                        auto o = q;
+                        cache.append(k, k);
+                        attend(cache, q, 1., o, comm);
+                    }
+                    for (int i = 0; i < times; ++i) cache.append(k, k);
+                    auto o = poisoned<double>(queries, rank, own.query_heads * own.dim);
+                    auto const before = o.read();
+                    try {
+                        attend(cache, q, 1., o, comm);
+                    } catch (cpx::error const& e) {
+                        texts[at(rank)] = e.what();
+                        untouched[at(rank)] = same_bits(o.read(), before);
+                        throw;
+                    }
+                });
+            }));
+            for (std::size_t rank = 0; rank < 3; ++rank) {
+                CAPTURE(rank);
+                CHECK(untouched[rank]);
+                support::holds({"attention_cache.cpp:"}, texts[rank], cpx::caller::here());
+                support::holds(passages, texts[rank], cpx::caller::here());
+            }
+        };
+        auto const each = [&](auto const& queries) {
+            std::string const differ = "cached_attention: ranks disagree on ",
+                              kept = "width of heads or tokens kept (hash)";
+            auto const both = [&](char const* ours, char const* theirs) {
+                return std::string(": expected one value on all ranks, got ") + ours + " (ranks 0 2), " + theirs +
+                       " (rank 1)";
+            };
+            told(queries, {{4, 4, 2}, 1}, {differ + "key heads" + both("2", "4")});
+            told(queries, {{8, 2, 2}, 1}, {differ + "query heads" + both("4", "8")});
+            told(queries, {{4, 2, 3}, 1}, {differ + kept, "(ranks 0 2)", "(rank 1)"});
+            told(queries, {heads, 2}, {differ + kept, "(ranks 0 2)", "(rank 1)"});
+            told(queries, {heads, 2, 1}, {differ + kept, "(ranks 0 2)", "(rank 1)"});
+            // The other ranks compare what is new to them alone; rank 1 is in an exchange that all have compared.
+            told(queries, {heads, 0, 1}, {"ranks are in different exchanges: " + kept, "rank 1"});
+        };
+        each(zigzag);
+        each(on_owners(batch, 3, {2, 0}));
+        each(cpx::replicated<>(3, batch));
+    }
 }

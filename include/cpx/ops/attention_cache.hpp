@@ -2,12 +2,14 @@
 // Attention of sequences that go on, over keys and values that every rank keeps where it had them.
 #pragma once
 
+#include <cpx/core/hash.hpp>
 #include <cpx/layout/head_sharded.hpp>
 #include <cpx/layout/piecewise.hpp>
 #include <cpx/ops/cached_keys.hpp>
 #include <cpx/transport/exchange.hpp>
 
 #include <algorithm>
+#include <cstdint>
 
 namespace cpx {
 
@@ -132,6 +134,9 @@ private:
         kept_.attend(list, at, scale, q, o, lse, here);
     }
 
+    /// Hashes what every rank has alike, beside the numbers of heads.
+    std::uint64_t hash() const { return detail::mix_all(static_cast<std::uint64_t>(heads_.dim), lengths_); }
+
     attention_heads heads_;
     range keys_;
     int rank_, ranks_;
@@ -164,7 +169,9 @@ public:
     /// Computes `o = softmax(scale q K^T) V` for every query over the tokens of its sequence up to its own.
     ///
     /// q, o: (rows, query heads * dim). Rows behind a sequence's valid length see its last token. Collective where the
-    /// cache holds tokens: two exchanges. Throws `cpx::error` on what does not fit, and what `exchange` throws.
+    /// cache holds tokens: two exchanges, before which ranks whose caches have other heads, or have had another number
+    /// of tokens of a sequence, throw an error that says so. Throws `cpx::error` on what does not fit, and what
+    /// `exchange` throws.
     template <class T, any_memory M, sharded_like<M> X, sharded_like<M> O, any_transport Comm>
     void operator()(attention_cache<T, M> const& cache, X const& q, double scale, O&& o, Comm& comm,
                     caller here = caller::here()) const {
@@ -226,6 +233,16 @@ private:
         }
     }
 
+    /// Returns a plan on which ranks agree only if their caches are alike.
+    template <class T, any_memory M>
+    static plan over(plan p, attention_cache<T, M> const& cache) {
+        identity::set(p.id.operation, where);
+        p.id[identity::source_width] = static_cast<std::uint64_t>(cache.heads_.query_heads);
+        p.id[identity::target_width] = static_cast<std::uint64_t>(cache.heads_.key_heads);
+        p.id[identity::parameter] = cache.hash();
+        return p;
+    }
+
     template <class T, any_memory M, class Comm>
     void run(attention_cache<T, M> const& cache, sharded<T const, Q, M> const& q, double scale,
              sharded<T, Q, M> const& o, Comm& comm, caller here) const {
@@ -250,13 +267,20 @@ private:
 
         M const& memory = q.memory();
         tensor<T, replicated<>, M> all(everywhere_, rank_, Q::every_row ? 0 : at.query_width(), memory, here);
-        if constexpr (!Q::every_row) detail::exchange_rows(gather_, q.data(), all.data(), comm, here, where);
+        if constexpr (!Q::every_row)
+            detail::exchange_rows(over(gather_, cache), q.data(), all.data(), comm, here, where);
         tensor<sum, parts_type, M> part(back_.from, rank_, at.query_width() + at.queries.size(), memory, here);
         cache.attend(segments(everywhere_, rank_), at, scale, Q::every_row ? q.data() : std::as_const(all).data(),
                      part.data().columns(0, at.query_width()), part.data().columns(at.query_width(), at.queries.size()),
                      here);
         tensor<sum, joined_type, M> every(back_.to, rank_, part.width(), memory, here);
-        detail::exchange_rows(back_, std::as_const(part).data(), every.data(), comm, here, where);
+        auto const send_back = [&](plan const& p) {
+            detail::exchange_rows(p, std::as_const(part).data(), every.data(), comm, here, where);
+        };
+        if constexpr (Q::every_row) // the first exchange of this call
+            send_back(over(back_, cache));
+        else
+            send_back(back_);
         for_each_element(memory, o.data().count(), o.data().width(),
                          rowwise::join_parts<sum, T>{every.data(), o.data(), queries_.ranks(), at.dim});
     }
