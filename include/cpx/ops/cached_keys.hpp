@@ -27,8 +27,8 @@ void make_room(std::vector<T>& list, std::size_t more) {
     if (list.capacity() - list.size() < more) list.reserve(std::max(list.size() + more, 2 * list.capacity()));
 }
 
-/// Owns rows of keys and values by sequence, in memory M. `append` keeps all rows, or throws and keeps none. On devices:
-/// `ops/cuda/attention_cache.hpp`.
+/// Owns rows of keys and values by sequence, in memory M. `append` keeps all rows, or throws and keeps none.
+/// On devices: `ops/cuda/attention_cache.hpp`.
 template <class T, any_memory M>
 class cached_keys {
     static_assert(never<M>, "cpx: an attention_cache on devices, of float, bfloat16 or half: include "
