@@ -6855,13 +6855,30 @@ void gather(Comm& comm, identity const& id, void const* mine, void* all, std::si
     gather(comm, id, mine, all, begins, here);
 }
 
+/// Throws unless there is memory for the bytes of all ranks, which may hold a rank's own only where they will be.
+inline void check_gather(void const* mine, void* all, std::size_t bytes, int rank, int ranks, caller here) {
+    char const* const where = "gather";
+    require(bytes < (std::size_t{1} << 62) / static_cast<std::size_t>(ranks), where, "bytes",
+            "of all ranks together less than 2^62", bytes, here);
+    require(bytes == 0 || (mine != nullptr && all != nullptr), where, "memory of mine and of all", "some", "none",
+            here);
+    auto const count = static_cast<index_t>(bytes);
+    rows<std::byte const> const own(static_cast<std::byte const*>(mine), 1, count);
+    rows<std::byte const> const whole(static_cast<std::byte const*>(all), 1, count * ranks);
+    if (bytes > 0 && own.data() != whole.data() + rank * count)
+        require_apart(where, {{"all", whole}}, {{"mine", own}}, here);
+}
+
 } // namespace detail
 
-/// Gathers `bytes` of every rank into `all`, in rank order. Collective; equally many on all ranks.
+/// Gathers `bytes` of every rank into `all`, in rank order. Collective; equally many on all ranks. `mine` lies apart from
+/// `all`, or in its own place there.
 ///
-/// Cost: a message between each two ranks. Throws what the transport throws.
+/// Cost: a message between each two ranks. Throws `cpx::error` on memory that does not fit, and what the transport
+/// throws.
 template <transport Comm>
 void gather(Comm& comm, void const* mine, void* all, std::size_t bytes, caller here = caller::here()) {
+    detail::check_gather(mine, all, bytes, comm.rank(), comm.ranks(), here);
     detail::gather(comm, detail::named("gather", bytes), mine, all, bytes, here);
 }
 template <class X>
@@ -7199,11 +7216,20 @@ void exchange(Plan const&, X const&, Y&&, Comm&, caller = caller::here()) {
                   "cpx::rows, and a cpx::transport; view memory as sharded, or as rows");
 }
 template <class Plan, class X>
-X exchange(Plan const&, X const&, detail::any = {}, detail::any = {}) {
+std::conditional_t<std::is_array_v<X>, detail::refused, X> exchange(Plan const&, X const&, detail::any = {},
+                                                                    detail::any = {}) {
     static_assert(detail::never<Plan>,
                   "cpx: exchange(plan, x, comm) wants a relayout_plan, a tensor and a cpx::transport, and exchange(x, "
                   "sharding, comm) a tensor, a sharding and a cpx::transport; give other plans rows and a target");
     throw;
+}
+template <class Plan = void>
+detail::refused exchange(detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
+                         detail::any = {}) { // one argument, too many, or a list in braces
+    static_assert(detail::never<Plan>,
+                  "cpx: exchange(plan, x, comm) wants a relayout_plan, a tensor and a cpx::transport, and exchange(x, "
+                  "sharding, comm) a tensor, a sharding and a cpx::transport; give other plans rows and a target");
+    return {};
 }
 
 } // namespace cpx

@@ -120,6 +120,15 @@ void plainly(stepwise& move, bringing& bring,
 // expect: exchange.plan, x, comm. wants a relayout_plan, a tensor and a cpx::transport
 void alone(plan<sequential, zigzag> p, view<sequential> x) { cpx::exchange(p, x); }
 
+// expect: exchange.plan, x, comm. wants a relayout_plan, a tensor and a cpx::transport
+// expect: exchange.plan, x, comm. wants a relayout_plan, a tensor and a cpx::transport
+// expect: exchange.plan, x, comm. wants a relayout_plan, a tensor and a cpx::transport
+void to_nothing(view<sequential> x, cpx::threads& comm) {
+    auto const named = cpx::exchange(x, "zigzag", comm);
+    auto const listed = cpx::exchange(x, {}, comm);
+    cpx::exchange(x, x.sharding(), comm, 5, 6, 7);
+}
+
 // expect: sum_over_ranks.values, comm. wants a vector, array or span that stays
 // expect: sum_over_ranks.values, comm. wants a vector, array or span that stays
 void sums(cpx::tensor<float, zigzag>& x, std::vector<float> const& never_written, cpx::threads& comm) {

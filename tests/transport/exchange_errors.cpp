@@ -501,6 +501,23 @@ TEST_SUITE("transport") {
             CHECK(holds(late[r], "got nothing from rank 2"));
         }
     }
+
+    TEST_CASE("gather refuses memory that is none or overlaps, and more bytes than there are") {
+        auto const gathers = [](index_t mine, std::size_t bytes) { // `mine` ints behind the first of all, or null
+            cpx::threads::run(3, [&](cpx::threads& comm) {
+                std::vector<int> all{7, 8, 9, 10, 11, 12};
+                index_t const at = mine == 100 ? 2 * comm.rank() : mine;
+                cpx::gather(comm, mine < 0 ? nullptr : all.data() + at, all.data(), bytes);
+                CHECK(all == std::vector<int>{7, 8, 9, 10, 11, 12});
+            });
+        };
+        gathers(100, 2 * sizeof(int)); // each in its own place
+        gathers(-1, 0);
+        rejects({"exchange_errors.cpp", "gather: overlap of all and mine: expected none"}, [&] { gathers(1, 8); });
+        rejects({"exchange_errors.cpp", "gather: memory of mine and of all: expected some"}, [&] { gathers(-1, 8); });
+        for (std::size_t const bytes : {std::size_t{1} << 62, std::size_t{1} << 63, ~std::size_t{0}})
+            rejects({"gather: bytes: expected of all ranks together less than 2^62"}, [&] { gathers(0, bytes); });
+    }
 }
 
 } // namespace

@@ -205,11 +205,20 @@ void exchange(Plan const&, X const&, Y&&, Comm&, caller = caller::here()) {
                   "cpx::rows, and a cpx::transport; view memory as sharded, or as rows");
 }
 template <class Plan, class X>
-X exchange(Plan const&, X const&, detail::any = {}, detail::any = {}) {
+std::conditional_t<std::is_array_v<X>, detail::refused, X> exchange(Plan const&, X const&, detail::any = {},
+                                                                    detail::any = {}) {
     static_assert(detail::never<Plan>,
                   "cpx: exchange(plan, x, comm) wants a relayout_plan, a tensor and a cpx::transport, and exchange(x, "
                   "sharding, comm) a tensor, a sharding and a cpx::transport; give other plans rows and a target");
     throw;
+}
+template <class Plan = void>
+detail::refused exchange(detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
+                         detail::any = {}) { // one argument, too many, or a list in braces
+    static_assert(detail::never<Plan>,
+                  "cpx: exchange(plan, x, comm) wants a relayout_plan, a tensor and a cpx::transport, and exchange(x, "
+                  "sharding, comm) a tensor, a sharding and a cpx::transport; give other plans rows and a target");
+    return {};
 }
 
 } // namespace cpx

@@ -2,6 +2,7 @@
 // Records of every rank, over any transport: for set-up and agreement, not for rows.
 #pragma once
 
+#include <cpx/core/overlap.hpp>
 #include <cpx/transport/concept.hpp>
 
 #include <cstring>
@@ -57,13 +58,30 @@ void gather(Comm& comm, identity const& id, void const* mine, void* all, std::si
     gather(comm, id, mine, all, begins, here);
 }
 
+/// Throws unless there is memory for the bytes of all ranks, which may hold a rank's own only where they will be.
+inline void check_gather(void const* mine, void* all, std::size_t bytes, int rank, int ranks, caller here) {
+    char const* const where = "gather";
+    require(bytes < (std::size_t{1} << 62) / static_cast<std::size_t>(ranks), where, "bytes",
+            "of all ranks together less than 2^62", bytes, here);
+    require(bytes == 0 || (mine != nullptr && all != nullptr), where, "memory of mine and of all", "some", "none",
+            here);
+    auto const count = static_cast<index_t>(bytes);
+    rows<std::byte const> const own(static_cast<std::byte const*>(mine), 1, count);
+    rows<std::byte const> const whole(static_cast<std::byte const*>(all), 1, count * ranks);
+    if (bytes > 0 && own.data() != whole.data() + rank * count)
+        require_apart(where, {{"all", whole}}, {{"mine", own}}, here);
+}
+
 } // namespace detail
 
-/// Gathers `bytes` of every rank into `all`, in rank order. Collective; equally many on all ranks.
+/// Gathers `bytes` of every rank into `all`, in rank order. Collective; equally many on all ranks. `mine` lies apart from
+/// `all`, or in its own place there.
 ///
-/// Cost: a message between each two ranks. Throws what the transport throws.
+/// Cost: a message between each two ranks. Throws `cpx::error` on memory that does not fit, and what the transport
+/// throws.
 template <transport Comm>
 void gather(Comm& comm, void const* mine, void* all, std::size_t bytes, caller here = caller::here()) {
+    detail::check_gather(mine, all, bytes, comm.rank(), comm.ranks(), here);
     detail::gather(comm, detail::named("gather", bytes), mine, all, bytes, here);
 }
 template <class X>
