@@ -6871,8 +6871,8 @@ inline void check_gather(void const* mine, void* all, std::size_t bytes, int ran
 
 } // namespace detail
 
-/// Gathers `bytes` of every rank into `all`, in rank order. Collective; equally many on all ranks. `mine` lies apart from
-/// `all`, or in its own place there.
+/// Gathers `bytes` of every rank into `all`, in rank order. Collective; equally many on all ranks. `mine` lies apart
+/// from `all`, or in its own place there.
 ///
 /// Cost: a message between each two ranks. Throws `cpx::error` on memory that does not fit, and what the transport
 /// throws.
@@ -7223,9 +7223,9 @@ std::conditional_t<std::is_array_v<X>, detail::refused, X> exchange(Plan const&,
                   "sharding, comm) a tensor, a sharding and a cpx::transport; give other plans rows and a target");
     throw;
 }
-template <class Plan = void>
-detail::refused exchange(detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
-                         detail::any = {}) { // one argument, too many, or a list in braces
+template <class Plan>
+detail::refused exchange(Plan const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
+                         detail::any = {}) { // alone, with a list in braces, or with too many
     static_assert(detail::never<Plan>,
                   "cpx: exchange(plan, x, comm) wants a relayout_plan, a tensor and a cpx::transport, and exchange(x, "
                   "sharding, comm) a tensor, a sharding and a cpx::transport; give other plans rows and a target");

@@ -123,10 +123,10 @@ void alone(plan<sequential, zigzag> p, view<sequential> x) { cpx::exchange(p, x)
 // expect: exchange.plan, x, comm. wants a relayout_plan, a tensor and a cpx::transport
 // expect: exchange.plan, x, comm. wants a relayout_plan, a tensor and a cpx::transport
 // expect: exchange.plan, x, comm. wants a relayout_plan, a tensor and a cpx::transport
-void to_nothing(view<sequential> x, cpx::threads& comm) {
+void to_nothing(view<sequential> x, plan<sequential, zigzag> p, cpx::threads& comm) {
     auto const named = cpx::exchange(x, "zigzag", comm);
     auto const listed = cpx::exchange(x, {}, comm);
-    cpx::exchange(x, x.sharding(), comm, 5, 6, 7);
+    cpx::exchange(p, x, x, comm, 5, 6);
 }
 
 // expect: sum_over_ranks.values, comm. wants a vector, array or span that stays

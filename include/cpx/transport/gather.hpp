@@ -74,8 +74,8 @@ inline void check_gather(void const* mine, void* all, std::size_t bytes, int ran
 
 } // namespace detail
 
-/// Gathers `bytes` of every rank into `all`, in rank order. Collective; equally many on all ranks. `mine` lies apart from
-/// `all`, or in its own place there.
+/// Gathers `bytes` of every rank into `all`, in rank order. Collective; equally many on all ranks. `mine` lies apart
+/// from `all`, or in its own place there.
 ///
 /// Cost: a message between each two ranks. Throws `cpx::error` on memory that does not fit, and what the transport
 /// throws.
