@@ -41,13 +41,18 @@ void causal_conv1d(halo_plan<S> const& plan, X const& x, rows<element_of<Y> cons
 
 namespace detail {
 
-/// Adds to dweight and dbias, which have been checked, in the order of the batch. Collective: of whole sequences of x
-/// and dy some channels go to every rank.
+/// Adds to dweight and dbias in the order of the batch. Collective: of whole sequences of x and dy some channels go to
+/// every rank.
 template <class T, any_sharding S, class Comm>
 void convolve_backward_by_row(sharded<T const, S, cuda::memory> const& x, rows<T const> weight, std::span<T const> bias,
                               activation act, sharded<T const, S, cuda::memory> const& dy, rows<float> dweight,
                               std::span<float> dbias, Comm& comm, caller here) {
     index_t const channels = x.data().width();
+    require_shape("causal_conv1d_backward", "weight", weight, channels, weight.width(), here);
+    if (dweight.data()) require_shape("causal_conv1d_backward", "dweight", dweight, channels, weight.width(), here);
+    for (index_t const size : {std::ssize(bias), std::ssize(dbias)})
+        require(size == 0 || size == channels, "causal_conv1d_backward", "size of bias and of dbias", channels, size,
+                here);
     weight_sums<S> const sums(x.sharding(), x.rank(), sum_order::by_row, here);
     auto const all_x = sums.share(x, channels, comm, here), all_dy = sums.share(dy, channels, comm, here);
     range const own = all_x.share;
@@ -82,20 +87,16 @@ void causal_conv1d_backward(halo_plan<S> const& before, halo_plan<A> const& afte
         auto const from = x.view();
         require(from.memory() == comm.memory(), "causal_conv1d_backward", "memory of x",
                 "the communicator's, in its stream", "another", here);
-        sharded<T const, S, cuda::memory> const of_y = dy.view();
         rows<float> const dweight = to.dweight.of_width(before.reach + 1);
+        bool const by_row = to.order == sum_order::by_row;
+        if (by_row && (dweight.data() || !to.dbias.empty()))
+            detail::convolve_backward_by_row<T, S>(from, weight, bias, act, dy.view(), dweight, to.dbias, comm, here);
         auto by = std::make_unique<cuda::conv_exchange<T, S>>(
             before, after, from.data().width(), comm, cuda::conv_exchange_options{.x_stride = from.data().stride()},
             here);
-        cuda::causal_conv1d_gradients<T, S> local{to.dx, dweight, to.dbias};
-        if (to.order == sum_order::by_row && (dweight.data() || !to.dbias.empty())) {
-            cuda::detail::require_of("cuda::causal_conv1d_backward", "x", *by, from, here);
-            cuda::detail::require_of("cuda::causal_conv1d_backward", "dy", *by, of_y, here);
-            cuda::detail::check_convolve_backward(*by, from.data(), weight, bias, act, of_y.data(), local, here);
-            detail::convolve_backward_by_row<T, S>(from, weight, bias, act, of_y, dweight, to.dbias, comm, here);
-            local = {to.dx};
-        }
-        cuda::causal_conv1d_backward(*by, from, weight, bias, act, of_y, local, here);
+        cuda::causal_conv1d_gradients<T, S> local{to.dx};
+        if (!by_row) local.dweight = dweight, local.dbias = to.dbias;
+        cuda::causal_conv1d_backward(*by, from, weight, bias, act, dy.view(), local, here);
         comm.keep(std::move(by), here);
     }
 }

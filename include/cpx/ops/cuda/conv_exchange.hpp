@@ -178,26 +178,17 @@ void convolve(conv_exchange<T, S>& by, rows<T const> x, rows<W> weight, std::typ
     launch_forward(by.plan(), call, act, by.stream(), here);
 }
 
-/// Returns what the kernels of the backward are given, and what they write. `dy` is rows or parts. Throws on what does
-/// not fit; nothing moves.
-template <class T, any_sharding S, class W, class Dy>
-auto check_convolve_backward(conv_exchange<T, S> const& by, rows<T const> x, rows<W> weight,
-                             std::type_identity_t<std::span<W const>> bias, activation act, Dy const& dy,
-                             causal_conv1d_gradients<T, S> const& to, caller here) {
-    char const* const where = "cuda::causal_conv1d_backward";
-    require_of(where, "dx", by, to.dx, here);
-    causal_conv1d_gradients<T> const local{to.dx.data(), to.dweight, to.dbias, by.workspace()};
-    cpx::detail::require_activation(where, act, here);
-    return std::pair(check_backward<T>(by.plan(), x, by.halo(), weight, bias, dy, by.edge(), by.dz_halo(), local, here),
-                     local);
-}
-
 /// Computes gradients from this rank's `dy`, which is rows or parts.
 template <class T, any_sharding S, class W, class Dy>
 void convolve_backward(conv_exchange<T, S>& by, rows<T const> x, rows<W> weight,
                        std::type_identity_t<std::span<W const>> bias, activation act, Dy const& dy,
                        causal_conv1d_gradients<T, S> const& to, caller here) {
-    auto const [call, local] = check_convolve_backward(by, x, weight, bias, act, dy, to, here);
+    char const* const where = "cuda::causal_conv1d_backward";
+    require_of(where, "dx", by, to.dx, here);
+    causal_conv1d_gradients<T> const local{to.dx.data(), to.dweight, to.dbias, by.workspace()};
+    cpx::detail::require_activation(where, act, here);
+    auto const call =
+        check_backward<T>(by.plan(), x, by.halo(), weight, bias, dy, by.edge(), by.dz_halo(), local, here);
     by.exchange_halo(x, here);
     launch_edge(by.plan(), call.given, call.out.dy, act, by.edge(), by.stream(), here);
     by.exchange_edge(here);
