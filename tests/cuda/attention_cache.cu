@@ -63,7 +63,9 @@ numbers converse(problem const& p, lists const& prompt, int ranks, Prefill const
         lists all, done(prompt.size()), next = prompt;
         for (index_t s = 0; s < p.batch.sequences(); ++s) all.push_back(p.batch.length(s));
         auto const step = [&](auto const& how) {
-            auto const [now, rows] = tokens(p, done, next);
+            auto const drawn = tokens(p, done, next);
+            auto const& now = drawn.first;
+            auto const& rows = drawn.second;
             auto const [queries, keys] = how(now.batch);
             auto const k = take<T>(now.k, p.keys(), keys, comm), v = take<T>(now.v, p.keys(), keys, comm);
             auto const q = take<T>(now.q, p.queries(), queries, comm);

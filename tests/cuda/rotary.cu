@@ -145,7 +145,8 @@ void one_call(std::uint64_t seed) {
     static constexpr cpx::index_t shapes[][2] = {{2, 1},     {2, 0},   {5, 2},  {6, 1},     {16, 8},
                                                  {10, 5},    {64, 32}, {96, 0}, {256, 32},  {128, 64},
                                                  {256, 128}, {80, 12}, {48, 4}, {1032, 516}};
-    auto const [head_dim, half] = shapes[numbers.between(0, 13)];
+    auto const& shape = shapes[numbers.between(0, 13)];
+    cpx::index_t const head_dim = shape[0], half = shape[1];
     int const kind = static_cast<int>(numbers.between(0, 4)); // 64 bits, 32 bits, segments; 3 of 64, 3 of 32 bits
     bool const axes = kind > 2 || numbers.between(0, 2) == 0, backward = numbers.between(0, 1);
     bool const aligned = numbers.between(0, 2) > 0;

@@ -241,10 +241,10 @@ std::string const& sharding_name() {
 /// Is given the settings of a sharding one after the other: hashes them, lists them if there is a list, and says of the
 /// setting at `named` what it is.
 struct setting_reader {
-    std::uint64_t hash = 0;
     std::vector<index_t>* list = nullptr;
     index_t named = -1;
     std::string name = {};
+    std::uint64_t hash = 0;
 
     /// `what` has a # where each of the numbers belongs: "owner of chunk #".
     void operator()(index_t number, char const* what, std::initializer_list<index_t> of = {}) {

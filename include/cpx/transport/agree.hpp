@@ -54,12 +54,11 @@ void compare_settings(char const* where, char const* whose, settings const& of, 
                       caller here) {
     auto const read = [&](setting_reader reader) { return of.from ? of.from->read(std::move(reader)) : reader; };
     std::vector<index_t> numbers, again;
-    static_cast<void>(read({.list = &numbers}));
+    static_cast<void>(read({&numbers}));
     compare_numbers(
         where, std::ssize(numbers), [&](index_t i) { return numbers[static_cast<std::size_t>(i)]; },
         [&](index_t i) {
-            return read({.list = &again, .named = i, .name = "more settings than these"}).name + " of the " + whose +
-                   " sharding";
+            return read({&again, i, "more settings than these"}).name + " of the " + whose + " sharding";
         },
         ranks, gather, here);
 }

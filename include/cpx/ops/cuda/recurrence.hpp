@@ -83,6 +83,8 @@ struct device_gradients {
     rows<float const> dfinal;
     rows<float> dinitial;
 };
+template <class D, class X> // for clang++ before 17
+device_gradients(D, X, rows<float const>, rows<float>) -> device_gradients<D, X>;
 
 /// Segments as kernels see them, (segments) each but for `offsets`, which ends with all rows.
 struct device_segments {
