@@ -31,6 +31,12 @@ rows<T const> rows_beside(halo_plan<S> const& plan, std::size_t i, rows<T const>
     return {buffer.data(), count, own.width()};
 }
 
+/// Returns what must be alike on all ranks of a convolution.
+template <class T>
+identity::arguments convolution_arguments(activation act, std::span<T const> bias) {
+    return {identity::word(act == activation::silu ? "silu" : "none"), identity::word(bias.empty() ? "none" : "given")};
+}
+
 /// Throws `cpx::error` unless `weight` is (channels, K) for a halo of K - 1 rows on that side of a segment.
 template <class T, any_sharding S>
 void require_taps(char const* where, halo_plan<S> const& plan, side wanted, rows<T const> weight, index_t channels,
@@ -86,7 +92,7 @@ void convolve(halo_plan<S> const& plan, sharded<T const, S> const& x, rows<T con
     require_apart(where, {final}, {initial}, here, in_place::yes);
     auto halo_rows = zeros<T>(where, {plan.target_rows, channels}, here);
     rows<T> const halo(halo_rows.data(), plan.target_rows, channels);
-    exchange_rows(plan, x.data(), halo, comm, here, where);
+    exchange_rows(plan, x.data(), halo, comm, here, {where, convolution_arguments(act, bias)});
     conv_weights<T> const by{by_tap(weight), bias.empty() ? nullptr : bias.data(), act};
     std::vector<T> history, newest;
     auto const finish = [&](index_t sequence, rows<T const> before, rows<T const> own) {
@@ -127,7 +133,8 @@ void convolve(halo_plan<S> const& plan, sharded<T const, S> const& x, rows<T con
 /// Collective: one exchange of the halo. Any K and segments of any length, a halo may span several ranks.
 /// Bitwise the same on every sharding.
 ///
-/// Throws `cpx::error` on shapes that do not fit and on overlapping memory, and what `exchange` throws.
+/// Throws `cpx::error` on shapes that do not fit and on overlapping memory, if ranks have other activations or only
+/// some a bias, and what `exchange` throws.
 template <any_sharding S, sharded_like X, sharded_like Y, transport Comm>
 void causal_conv1d(halo_plan<S> const& plan, X const& x, rows_or_list<element_of<Y> const> weight,
                    std::span<element_of<Y> const> bias, activation act, Y&& y, Comm& comm,
@@ -212,7 +219,8 @@ void convolve_backward(halo_plan<S> const& before, halo_plan<S> const& after, sh
     rows<T> const dz_halo(future_values.data(), after.target_rows, channels);
     weight_sums<S> const sums(x.sharding(), before.rank, to.order, here, where);
     conv_weights<T> const by{by_tap(weight), bias.empty() ? nullptr : bias.data(), act};
-    exchange_rows(before, x.data(), x_halo, comm, here, where);
+    run_for const of(where, convolution_arguments(act, bias));
+    exchange_rows(before, x.data(), x_halo, comm, here, of);
     for (std::size_t i = 0; i < before.segments.size(); ++i) {
         segment const& s = before.segments[i];
         auto const history = rows_beside<T, S>(before, i, x.data(), x_halo, beside);
@@ -232,7 +240,7 @@ void convolve_backward(halo_plan<S> const& before, halo_plan<S> const& after, sh
                                 all_dz.data.sub(batch.offset(s), batch.length(s)), dweight.sub(own.first, own.size()),
                                 to.dbias.empty() ? nullptr : to.dbias.data() + own.first);
     }
-    exchange_rows(after, dz, dz_halo, comm, here, where);
+    exchange_rows(after, dz, dz_halo, comm, here, of);
     for (std::size_t i = 0; i < after.segments.size(); ++i) {
         segment const& s = after.segments[i];
         by.backward_input(dz.sub(s.row, s.count), rows_beside<T, S>(after, i, dz, dz_halo, beside),

@@ -59,6 +59,9 @@ struct gated_delta {
                  {"g", heads.value_heads, 1},
                  {"beta", heads.value_heads, 1}}};
     }
+    recurrence_settings settings() const {
+        return {options.chunk, query_scale<double>(options.scale, heads.key_dim), options.qk_l2norm};
+    }
     void check(char const* where, caller here) const {
         require_delta_heads(where, heads, here);
         require(options.chunk >= 1, where, "chunk", "at least 1", options.chunk, here);

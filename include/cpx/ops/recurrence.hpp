@@ -5,6 +5,7 @@
 #include <cpx/ops/carried_states.hpp>
 #include <cpx/ops/recurrence_pass.hpp>
 
+#include <bit>
 #include <concepts>
 #include <string>
 #include <tuple>
@@ -70,16 +71,32 @@ std::vector<operand> operands(X const& x, std::array<std::string, N> const& name
     return list;
 }
 
-/// Says which forward saved states: on which sharding of which batch, of which rank and of states of which size; and
+/// Returns what must be alike on all ranks that hand on the states of a recurrence, and in its forward and backward.
+template <class R>
+identity::arguments recurrence_arguments(R const& r) {
+    static constexpr std::array maps{identity::word("matrix"), identity::word("vector"), identity::word("number")};
+    state_shape const all = r.states();
+    recurrence_settings settings;
+    if constexpr (requires { r.settings(); }) settings = r.settings();
+    auto const number = [](index_t n) { return static_cast<std::uint64_t>(n); };
+    return {number(all.heads),
+            number(all.keys),
+            number(all.values),
+            maps[static_cast<std::size_t>(all.map)],
+            number(settings.chunk),
+            std::bit_cast<std::uint64_t>(settings.scale),
+            settings.normalises ? identity::word("taken") : identity::word("none")};
+}
+
+/// Says which forward saved states: on which sharding of which batch, of which rank and by which recurrence; and
 /// whether with maps, by scan.
 template <class R, carry_kind How, any_sharding S>
 std::uint64_t saved_by(carry_plan<How, S> const& plan, R const& r, bool maps) {
-    state_shape const all = r.states();
-    auto const number = [](auto n) { return static_cast<std::uint64_t>(n); };
-    return mix_all(1,
-                   std::array{plan.id.numbers[identity::ranks], plan.id.numbers[identity::cu_seqlens],
-                              plan.id.numbers[identity::source_hash], number(plan.rank), number(all.heads),
-                              number(all.keys), number(all.values), number(static_cast<int>(all.map)), number(maps)});
+    std::uint64_t const place =
+        mix_all(1, std::array{plan.id.numbers[identity::ranks], plan.id.numbers[identity::cu_seqlens],
+                              plan.id.numbers[identity::source_hash], static_cast<std::uint64_t>(plan.rank),
+                              std::uint64_t{maps}});
+    return mix_all(place, recurrence_arguments(r));
 }
 
 /// Throws unless a forward of this plan and recurrence has saved what its backward reads. The backward of a scan wants
@@ -91,7 +108,7 @@ void check_saved(char const* where, carry_plan<How, S> const& plan, R const& r, 
             "saved states", "those of the forward", saved ? "others" : "none", here);
     bool const without_maps = saved->of == saved_by(plan, r, false);
     require(saved->of == 0 || without_maps || saved->of == saved_by(plan, r, true), where, "saved states",
-            "those of the forward", "those of another batch, sharding or rank, or of another size", here);
+            "those of the forward", "those of another batch, sharding or rank, or of another recurrence", here);
     if constexpr (std::same_as<How, scan>)
         require(!without_maps && std::ssize(saved->maps) == inner_segments(plan.links) * shape.map_width(), where,
                 "saved maps", "those of the forward, by scan", "others", here);
@@ -125,7 +142,7 @@ void run_recurrence(carry_plan<How, S> const& plan, R const& r, Tensors const& t
         require_apart(where, saved_operands<T>(*t.saved), others, here);
     }
     Local local(where, plan, r, t, memory, here);
-    memory.prepare(plan, shape, here);
+    memory.prepare(plan, shape, recurrence_arguments(r), here);
     if (t.saved) {
         memory.renew(t.saved->starts, where, {std::ssize(plan.segments), width}, here);
         t.saved->of = saved_by(plan, r, std::same_as<How, scan>);
@@ -162,7 +179,7 @@ void run_recurrence_backward(carry_plan<How, S> const& plan, R const& r, Tensors
     require_apart(where, gradients, read, here);
     require_apart(where, {dinitial}, {dfinal}, here, in_place::yes);
     Local local(where, plan, r, t, to, memory, here);
-    memory.prepare(plan, shape, here);
+    memory.prepare(plan, shape, recurrence_arguments(r), here);
     recurrence_pass<T, Local, Memory> pass(plan, shape, side::after, to.dfinal, to.dinitial, t.saved->starts.data(),
                                            t.saved->maps.data(), local, memory);
     typename Memory::template buffer<T> maps;

@@ -47,6 +47,7 @@ public:
     explicit device_head_decay(head_decay_attention const& of) : of_(of) {}
     auto states() const { return of_.states(); }
     auto inputs() const { return of_.inputs(); }
+    auto settings() const { return of_.settings(); }
     void check(char const* where, caller here) const { check_sizes(where, of_.heads, of_.options.chunk, here); }
     template <any_sharding S>
     void check_heads(char const* where, S const& sharding, bool backward, caller here) const {
