@@ -3968,6 +3968,7 @@ private:
             meaning{"halo", argument(2), "fill (hash)"},
             meaning{"expert_balance", parameter, "over"},
             meaning{"sum_over_ranks", parameter, "number of values"},
+            meaning{"cached_attention", argument(0), "scale", shown::real},
             meaning{"cached_attention", source_width, "query heads"},
             meaning{"cached_attention", target_width, "key heads"},
             meaning{"cached_attention", parameter, "width of heads or tokens kept (hash)"},
@@ -7176,7 +7177,7 @@ void run_plan(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller here, 
     identity id = p.id.for_elements<B>(from.width());
     std::string_view const function = by, operation = id.operation.data();
     if (function != "exchange" && !operation.starts_with(function.substr(0, function.find("::")))) id.run_by(by);
-    id.set_arguments(of.given);
+    if (of.given != identity::arguments{}) id.set_arguments(of.given);
     if (!p.local) agree(comm, id, p, here, by);
 
     if (p.kind == flow::sums || !p.covers_target())

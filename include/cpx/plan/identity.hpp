@@ -254,6 +254,7 @@ private:
             meaning{"halo", argument(2), "fill (hash)"},
             meaning{"expert_balance", parameter, "over"},
             meaning{"sum_over_ranks", parameter, "number of values"},
+            meaning{"cached_attention", argument(0), "scale", shown::real},
             meaning{"cached_attention", source_width, "query heads"},
             meaning{"cached_attention", target_width, "key heads"},
             meaning{"cached_attention", parameter, "width of heads or tokens kept (hash)"},

@@ -107,7 +107,7 @@ void run_plan(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller here, 
     identity id = p.id.for_elements<B>(from.width());
     std::string_view const function = by, operation = id.operation.data();
     if (function != "exchange" && !operation.starts_with(function.substr(0, function.find("::")))) id.run_by(by);
-    id.set_arguments(of.given);
+    if (of.given != identity::arguments{}) id.set_arguments(of.given);
     if (!p.local) agree(comm, id, p, here, by);
 
     if (p.kind == flow::sums || !p.covers_target())
