@@ -124,20 +124,14 @@ private:
     }
 
     var attention(index_t layer, var const& x) {
-        auto const name = [&](char const* suffix) { return qwen::layer_name(layer, "self_attn.") + suffix; };
-        auto const v = at_.linear({name("v_proj.weight")}, x), in = at_.linear({name("q_proj.weight")}, x);
-        auto const part = [&](index_t first) { // q_proj gives each head its query, then its gate
-            return at_.take_heads(in, first, config().gated() ? 2 * heads_.dim : heads_.dim, heads_.dim);
-        };
-        auto const q = at_.norm(name("q_norm.weight"), part(0)),
-                   k = at_.norm(name("k_norm.weight"), at_.linear({name("k_proj.weight")}, x));
-        for (auto const& of : {q, k})
-            cpx::rotary<double>(of->data(), heads_.dim, tokens_, {*config().rope_theta, config().rotary_dim()},
-                                of->data());
-        auto o = by_heads_ ? attend_by_heads(layer, at_.join({q, k, v})) : at_.beside(q, q->width());
-        if (!by_heads_) attend(layer, where_, q->view(), k->view(), v->view(), o->view());
-        if (config().gated()) o = at_.open(o, part(heads_.dim));
-        return at_.linear({name("o_proj.weight")}, o);
+        return qwen::attention_layer(at_, layer, x, [&](var const& q, var const& k, var const& v) {
+            for (auto const& of : {q, k})
+                cpx::rotary<double>(of->data(), heads_.dim, tokens_, {*config().rope_theta, config().rotary_dim()},
+                                    of->data());
+            auto const o = by_heads_ ? attend_by_heads(layer, at_.join({q, k, v})) : at_.beside(q, q->width());
+            if (!by_heads_) attend(layer, where_, q->view(), k->view(), v->view(), o->view());
+            return o;
+        });
     }
     var attend_by_heads(index_t layer, var const& qkv) {
         int const rank = at_.rank.rank();

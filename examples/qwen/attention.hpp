@@ -13,8 +13,24 @@ namespace qwen {
 
 using positions = cpx::sharded_positions<entry_sharding>;
 
-/// h + full_attention(norm(h)): norms and rotary embedding of q and k, attention, an output gate if the model has one,
-/// a projection. Made once a batch, for all layers.
+/// Returns a layer's attention(x): projections, norms of q and k, `attend(q, k, v)`, which may write to q and k, and an
+/// output gate if the model has one.
+template <class X>
+X attention_layer(auto& at, index_t layer, X const& x, auto const& attend) {
+    auto const& config = at.rank.model.config;
+    auto const name = [&](char const* suffix) { return layer_name(layer, "self_attn.") + suffix; };
+    auto const v = at.linear({name("v_proj.weight")}, x), k_of_x = at.linear({name("k_proj.weight")}, x),
+               q_and_gate = at.linear({name("q_proj.weight")}, x);
+    auto const part = [&](index_t first) { // q_proj gives each head its query, then its gate
+        return at.take_heads(q_and_gate, first, (config.gated() ? 2 : 1) * *config.head_dim, *config.head_dim);
+    };
+    auto const q = at.norm(name("q_norm.weight"), part(0)), k = at.norm(name("k_norm.weight"), k_of_x);
+    X o = attend(q, k, v);
+    if (config.gated()) o = at.open(o, part(*config.head_dim));
+    return at.linear({name("o_proj.weight")}, o);
+}
+
+/// h + attention(norm(h)), with a rotary embedding. Made once a batch, for all layers.
 template <class R>
 class full_attention {
     using S = entry_sharding;
@@ -26,7 +42,7 @@ class full_attention {
 
 public:
     full_attention(tape<R>& at, S const& where, attention_by how, positions const& of_rows)
-        : at_(at), how_(how), positions_(of_rows), gated_(at.rank.model.config.gated()),
+        : at_(at), how_(how), positions_(of_rows),
           heads_{*at.rank.model.config.num_attention_heads, *at.rank.model.config.num_key_value_heads,
                  *at.rank.model.config.head_dim},
           split_(where.ranks(), where.batch(), {of_queries(), of_keys(), of_keys()}),
@@ -36,19 +52,12 @@ public:
           again_(relayout(where, back_.from, rank())) {}
 
     var operator()(index_t layer, var const& h) {
-        auto const name = [&](char const* suffix) { return layer_name(layer, "self_attn.") + suffix; };
         auto const x = at_.norm(layer_name(layer, "input_layernorm.weight"), h);
-        auto const v = at_.linear({name("v_proj.weight")}, x), k_of_x = at_.linear({name("k_proj.weight")}, x),
-                   q_and_gate = at_.linear({name("q_proj.weight")}, x);
-        auto const part = [&](index_t first) { // q_proj gives each head its query, then its gate
-            return at_.take_heads(q_and_gate, first, gated_ ? 2 * heads_.dim : heads_.dim, heads_.dim);
+        auto const attend = [this](var const& q, var const& k, var const& v) {
+            for (auto const& y : {q, k}) rotate(y);
+            return how_ == attention_by::gather ? gathered(q, at_.join({k, v})) : by_heads(at_.join({q, k, v}));
         };
-        auto const q = at_.norm(name("q_norm.weight"), part(0)), k = at_.norm(name("k_norm.weight"), k_of_x);
-        rotate(q);
-        rotate(k);
-        auto o = how_ == attention_by::gather ? gathered(q, at_.join({k, v})) : by_heads(at_.join({q, k, v}));
-        if (gated_) o = at_.open(o, part(heads_.dim));
-        return at_.sum(h, at_.linear({name("o_proj.weight")}, o));
+        return at_.sum(h, attention_layer(at_, layer, x, attend));
     }
 
 private:
@@ -134,7 +143,6 @@ private:
     tape<R>& at_;
     attention_by how_;
     positions const& positions_;
-    bool gated_;
     cpx::attention_heads heads_;
     cpx::head_sharded<> split_;
     cpx::relayout_plan<S, cpx::replicated<>> gather_;

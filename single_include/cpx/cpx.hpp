@@ -13,6 +13,7 @@
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
+#include <cstdio>
 #include <cstring>
 #include <exception>
 #include <functional>
@@ -3764,6 +3765,8 @@ struct identity {
         cu_seqlens, ///< all of them, and valid lengths
         source_hash,
         target_hash,
+        first_argument, ///< of the operator that runs the plan, see `arguments`
+        last_argument = first_argument + 6,
         source_width,
         target_width,
         parameter,
@@ -3786,11 +3789,29 @@ struct identity {
         "an offset of cu_seqlens after the eighth, or a valid length",
         "source sharding",
         "target sharding",
+        "argument 1",
+        "argument 2",
+        "argument 3",
+        "argument 4",
+        "argument 5",
+        "argument 6",
+        "argument 7",
         "source width",
         "target width",
         "reach",
         "bytes of an element",
         "agreement"};
+
+    /// What an operator is given that moves nowhere, and all ranks must have alike: numbers, words, or the bits of real
+    /// numbers, in an order of its own; 0 where there is none.
+    using arguments = std::array<std::uint64_t, last_argument - first_argument + 1>;
+    /// Returns a word of at most eight letters as such a number.
+    static constexpr std::uint64_t word(std::string_view text) {
+        std::uint64_t letters = 0;
+        for (std::size_t i = 0; i < text.size(); ++i)
+            letters |= std::uint64_t{static_cast<unsigned char>(text[i])} << (8 * i);
+        return letters;
+    }
 
     std::array<char, 64> operation{};
     std::array<char, 80> source{}, target{}, source_settings{}, target_settings{};
@@ -3888,7 +3909,8 @@ struct identity {
         auto const n = static_cast<std::size_t>(field - texts);
         if (n == source_hash) return source_settings.data();
         if (n == target_hash) return target_settings.data();
-        return std::to_string(numbers[n]);
+        meaning const* const m = meaning_of(static_cast<number>(n));
+        return text_of(numbers[n], m ? m->as : shown::number);
     }
 
     /// Returns "relayout zigzag<4> over sequence -> sequential<4> over sequence", after "agreement on " if it is one.
@@ -3899,6 +3921,8 @@ struct identity {
 
     /// Says for which operator a plan is run: the operation is then "shift_rows: halo after".
     void run_by(char const* name) { set(operation, name + std::string(": ") + operation.data()); }
+    /// Says what that operator is given.
+    void set_arguments(arguments const& given) { std::ranges::copy(given, numbers.begin() + first_argument); }
 
     /// A text that is too long is cut, and ends in a hash of all of it.
     template <std::size_t N>
@@ -3912,28 +3936,63 @@ struct identity {
     }
 
 private:
+    enum class shown { number, word, real };
+    /// Different numbers are different texts, by which ranks compare.
+    static std::string text_of(std::uint64_t letters, shown as) {
+        if (as == shown::number || letters == 0) return std::to_string(letters);
+        std::array<char, 32> text{};
+        if (as == shown::real) std::snprintf(text.data(), text.size(), "%.17g", std::bit_cast<double>(letters));
+        for (std::size_t i = 0; as == shown::word && i < 8; ++i) text[i] = static_cast<char>(letters >> (8 * i) & 255);
+        return text.data();
+    }
     /// What a number of an operation is; the parameter of a halo is its reach.
-    char const* name_of(number n) const {
-        struct meaning {
-            std::string_view operation;
-            number of;
-            char const* name;
-        };
+    struct meaning {
+        std::string_view operation;
+        identity::number of;
+        char const* name;
+        shown as = shown::number;
+    };
+    meaning const* meaning_of(number n) const {
+        static constexpr auto argument = [](int i) { return static_cast<number>(first_argument + i); };
+        static constexpr std::array meanings{
+            meaning{"carry", argument(0), "heads of the state"},
+            meaning{"carry", argument(1), "key width of the state"},
+            meaning{"carry", argument(2), "value width of the state"},
+            meaning{"carry", argument(3), "kind of map", shown::word},
+            meaning{"carry", argument(4), "chunk"},
+            meaning{"carry", argument(5), "scale", shown::real},
+            meaning{"carry", argument(6), "norm of q and k", shown::word},
+            meaning{"carry", parameter, "elements of a map"},
+            meaning{"halo", argument(0), "activation", shown::word},
+            meaning{"halo", argument(1), "bias", shown::word},
+            meaning{"halo", argument(2), "fill (hash)"},
+            meaning{"expert_balance", parameter, "over"},
+            meaning{"sum_over_ranks", parameter, "number of values"},
+            meaning{"cached_attention", argument(0), "scale", shown::real},
+            meaning{"cached_attention", source_width, "query heads"},
+            meaning{"cached_attention", target_width, "key heads"},
+            meaning{"cached_attention", parameter, "width of heads or tokens kept (hash)"},
+            meaning{"media counts", parameter, "grids (hash)"},
+            meaning{"gather", parameter, "bytes"},
+            meaning{"broadcast", parameter, "bytes"}};
         std::string_view run = operation.data();
         run.remove_prefix(run.find(": ") == run.npos ? 0 : run.find(": ") + 2); // for whom
-        for (meaning const m : {meaning{"carry", parameter, "elements of a map"},
-                                {"expert_balance", parameter, "over"},
-                                {"sum_over_ranks", parameter, "number of values"},
-                                {"cached_attention", source_width, "query heads"},
-                                {"cached_attention", target_width, "key heads"},
-                                {"cached_attention", parameter, "width of heads or tokens kept (hash)"},
-                                {"media counts", parameter, "grids (hash)"},
-                                {"gather", parameter, "bytes"},
-                                {"broadcast", parameter, "bytes"}})
-            if (n == m.of && run.starts_with(m.operation)) return m.name;
-        return number_names[n];
+        auto const found =
+            std::ranges::find_if(meanings, [&](meaning const& m) { return n == m.of && run.starts_with(m.operation); });
+        return found == meanings.end() ? nullptr : &*found;
+    }
+    char const* name_of(number n) const {
+        meaning const* const m = meaning_of(n);
+        return m ? m->name : number_names[n];
     }
 };
+
+} // namespace cpx
+
+// cpx/plan/identify.hpp
+// Makes the identities of plans: what they say of shardings, in short and setting by setting.
+
+namespace cpx {
 
 namespace detail {
 
@@ -3953,10 +4012,10 @@ std::string const& sharding_name() {
 /// Is given the settings of a sharding one after the other: hashes them, lists them if there is a list, and says of the
 /// setting at `named` what it is.
 struct setting_reader {
-    std::uint64_t hash = 0;
     std::vector<index_t>* list = nullptr;
     index_t named = -1;
     std::string name = {};
+    std::uint64_t hash = 0;
 
     /// `what` has a # where each of the numbers belongs: "owner of chunk #".
     void operator()(index_t number, char const* what, std::initializer_list<index_t> of = {}) {
@@ -6952,12 +7011,11 @@ void compare_settings(char const* where, char const* whose, settings const& of, 
                       caller here) {
     auto const read = [&](setting_reader reader) { return of.from ? of.from->read(std::move(reader)) : reader; };
     std::vector<index_t> numbers, again;
-    static_cast<void>(read({.list = &numbers}));
+    static_cast<void>(read({&numbers}));
     compare_numbers(
         where, std::ssize(numbers), [&](index_t i) { return numbers[static_cast<std::size_t>(i)]; },
         [&](index_t i) {
-            return read({.list = &again, .named = i, .name = "more settings than these"}).name + " of the " + whose +
-                   " sharding";
+            return read({&again, i, "more settings than these"}).name + " of the " + whose + " sharding";
         },
         ranks, gather, here);
 }
@@ -7105,11 +7163,20 @@ void exchange_sum(plan const& p, identity const& id, rows<A> const& from, rows<B
     }
 }
 
+/// The function whose exchange it is, which errors name, and other ranks, too; and what that is given beside tensors.
+struct run_for {
+    char const* by;
+    identity::arguments given = {};
+    run_for(char const* function = "exchange", identity::arguments const& alike = {}) : by(function), given(alike) {}
+};
+
 template <class A, class B, transport Comm>
-void run_plan(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller here, char const* by) {
+void run_plan(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller here, run_for const& of) {
+    char const* const by = of.by;
     identity id = p.id.for_elements<B>(from.width());
     std::string_view const function = by, operation = id.operation.data();
     if (function != "exchange" && !operation.starts_with(function.substr(0, function.find("::")))) id.run_by(by);
+    if (of.given != identity::arguments{}) id.set_arguments(of.given);
     if (!p.local) agree(comm, id, p, here, by);
 
     if (p.kind == flow::sums || !p.covers_target())
@@ -7120,14 +7187,14 @@ void run_plan(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller here, 
     exchange_messages(p, id, from, parcels<std::byte>(p.receives, to), comm, here, by);
 }
 template <class A, class B, device_transport Comm>
-void run_plan(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller here, char const*) {
+void run_plan(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller here, run_for const&) {
     comm.exchange(p, rows<B const>(from), to, here);
 }
 
-/// `by`: the function whose exchange it is, which errors name, and other ranks, too.
 template <class A, class B, class Comm>
-void exchange_rows(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller here, char const* by = "exchange") {
+void exchange_rows(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller here, run_for const& of = {}) {
     if constexpr (checked_element<B>::value) {
+        char const* const by = of.by;
         require_own(by, "rank of the plan", p.rank, p.ranks(), comm.rank(), comm.ranks(), here);
         check_buffers(by, from, {p.source_rows, p.source_width}, to, {p.target_rows, p.target_width}, here);
         require(p.target_width != 0 || to.width() == from.width(), by, "width of the target", from.width(), to.width(),
@@ -7135,7 +7202,7 @@ void exchange_rows(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller h
         constexpr bool addable = requires(B sum, B const term) { sum += term; };
         require(addable || p.kind != flow::sums, by, "elements of a plan that sums",
                 "a type with +=", std::string(type_name<B>()), here);
-        run_plan(p, from, to, comm, here, by);
+        run_plan(p, from, to, comm, here, of);
     }
 }
 

@@ -424,6 +424,34 @@ TEST_SUITE("cuda") {
                 cpx::delta_rule_gradient_tensors<float, by_tokens, M> const apart{v, o, o, o, g, beta};
                 cpx::gated_delta_rule_backward(plan, t, apart, {1, 2, 16, 8}, {}, comm);
             });
+            index_t const keys = rank == 0 ? 16 : 8; // the states of the ranks are as large
+            cpx::delta_rule_heads const heads{1, 2, keys, 128 / keys};
+            auto const of_keys = tensor(sharding, keys, stream), of_values = tensor(sharding, 256 / keys, stream);
+            auto spare = tensor(sharding, 256 / keys, stream), written = tensor(sharding, 16, stream);
+            meet();
+            rejects({"nccl_delta_rule.cu", "ranks disagree on key width of the state", "16 (rank 0), 8 (rank 1)"}, [&] {
+                cpx::gated_delta_rule(cpx::carry<cpx::serial>(sharding, rank),
+                                      tensors{of_keys, of_keys, of_values, g, beta, spare}, heads, {}, comm);
+            });
+            meet();
+            rejects({"nccl_delta_rule.cu", "ranks disagree on scale", "0.25 (rank 0), 1 (rank 1)"}, [&] {
+                cpx::gated_delta_rule(plan, tensors{q, k, v, g, beta, written}, {1, 2, 16, 8},
+                                      {.scale = rank == 0 ? 0 : 1.0}, comm);
+            });
+            meet();
+            {
+                cpx::cuda::state_exchange by(comm);
+                cpx::gated_delta_rule(plan, tensors{q, k, v, g, beta, written}, {1, 2, 16, 8}, {}, by);
+                auto const half = tensor(sharding, 8, stream);
+                auto of_half = tensor(sharding, 8, stream);
+                rejects({"nccl_delta_rule.cu", "cuda::state_exchange: elements of states and maps",
+                         "expected 256 and 512, got 128 and 512"},
+                        [&] {
+                            cpx::gated_delta_rule(plan, tensors{q, k, half, g, beta, of_half}, {1, 2, 16, 4}, {}, by);
+                        });
+                comm.wait();
+            }
+            meet();
             cpx::require(o.read() == std::vector<float>(o.elements().size(), 7), "test", "o after errors",
                          "what it was", "another");
             comm.wait();

@@ -431,6 +431,65 @@ TEST_SUITE("cuda") {
         }
     }
 
+    TEST_CASE(
+        "a backward of a convolution that is refused leaves all gradients as they were, whatever the order of sums") {
+        if (!has_gpus(2)) return;
+        group(2).run([](cpx::nccl& joined, auto const& meet) {
+            cuda::stream const stream;
+            meeting comm(joined, stream, [&] { meet(); });
+            int const rank = comm.rank();
+            index_t const width = 8, taps = 4;
+            auto const of = [](cpx::thd const& batch) { return cpx::shard(batch, cpx::zigzag<>(2)); };
+            auto const sharding = of(lengths({9, 14})), other = of(lengths({14, 9}));
+            cpx::replicated<> const everywhere(2, cpx::thd({0, width}));
+            auto const before = cpx::halo(sharding, rank, taps - 1),
+                       after = cpx::halo(sharding, rank, taps - 1, cpx::side::after);
+            auto const some = [&](auto const& on, index_t columns) {
+                auto tensor = cpx::make_tensor<float>(on, comm, columns);
+                tensor.write(numbers(on, rank, columns));
+                return tensor;
+            };
+            auto const x = some(sharding, width), dy = some(sharding, width), narrow = some(sharding, width - 1),
+                       strange = some(other, width);
+            auto const weight = some(everywhere, taps), wide_weight = some(everywhere, taps + 1);
+            auto dx = some(sharding, width), strange_dx = some(other, width);
+            auto dweight = some(everywhere, taps), dbias = some(everywhere, 1);
+            auto const held = [&] { return std::vector{dx.read(), strange_dx.read(), dweight.read(), dbias.read()}; };
+            auto const first = held();
+            for (auto const order : {cpx::sum_order::by_rank, cpx::sum_order::by_row}) {
+                auto const run = [&](auto const& of_y, auto const& taps_of, auto& to_x, auto& to_weight) {
+                    cpx::causal_conv1d_gradients to{to_x, to_weight.data(), dbias.elements()};
+                    to.order = order;
+                    cpx::causal_conv1d_backward(before, after, x, taps_of.data(), {}, cpx::activation::none, of_y, to,
+                                                comm);
+                };
+                auto const refused = [&](std::string const& passage, auto const& of_y, auto const& taps_of, auto& to_x,
+                                         auto& to_weight) {
+                    meet();
+                    rejects({"nccl_tensors.cu", "cuda::causal_conv1d_backward: " + passage},
+                            [&] { run(of_y, taps_of, to_x, to_weight); });
+                    meet();
+                    CHECK(held() == first);
+                };
+                refused("sharding of dy", strange, weight, dx, dweight);
+                refused("width of dy: expected 8, got 7", narrow, weight, dx, dweight);
+                refused("width of weight: expected 4, got 5", dy, wide_weight, dx, dweight);
+                refused("sharding of dx", dy, weight, strange_dx, dweight);
+                refused("overlap of dx and dy", dx, weight, dx, dweight);
+                refused("shape of dweight", dy, weight, dx, dx);
+            }
+            meet();
+            rejects({"nccl_tensors.cu", "ranks disagree on activation", "silu (rank 0), none (rank 1)"}, [&] {
+                cpx::causal_conv1d(before, x, weight.data(), {},
+                                   rank == 0 ? cpx::activation::silu : cpx::activation::none, dx, comm);
+            });
+            meet();
+            CHECK(held() == first);
+            comm.wait();
+            meet();
+        });
+    }
+
     TEST_CASE("tensors of another stream than the communicator's are refused, and those that are of it from now on") {
         if (!has_gpus(1)) return;
         group one(1);

@@ -20,8 +20,9 @@ namespace fs = std::filesystem;
 fs::path const root = support::source_dir;
 
 /// Height of each floor: a header includes its own floor and lower ones. Floors of one height do not see each other.
-std::map<std::string, int> const floors = {{"core", 0},      {"layout", 1},  {"mesh", 1}, {"plan", 2}, {"model", 2},
-                                           {"transport", 3}, {"testing", 4}, {"cuda", 4}, {"ops", 5}};
+std::map<std::string, int> const floors = {{"core", 0}, {"layout", 1}, {"mesh", 1},      {"ops/local", 1},
+                                           {"plan", 2}, {"model", 2},  {"transport", 3}, {"testing", 4},
+                                           {"cuda", 4}, {"ops", 5}};
 
 /// Third-party headers, and the only headers of cpx that may include them.
 struct third_party {
@@ -75,10 +76,11 @@ std::vector<include> includes() {
     return result;
 }
 
-/// Returns FLOOR of "cpx/FLOOR/NAME.hpp" and of "cpx/FLOOR.hpp", or nothing if there is none.
+/// Returns FLOOR of "cpx/FLOOR/NAME.hpp" and of "cpx/FLOOR.hpp", or nothing if there is none. What one rank computes of
+/// its own rows is a floor below all that knows of ranks.
 std::string floor_of(std::string const& header) {
     std::smatch match;
-    return std::regex_match(header, match, std::regex("cpx/([^/.]+)[/.].+")) ? match[1].str() : std::string();
+    return std::regex_match(header, match, std::regex("cpx/(ops/local|[^/.]+)[/.].+")) ? match[1].str() : std::string();
 }
 
 /// Returns the number of characters of UTF-8 text.

@@ -103,6 +103,44 @@ TEST_SUITE("mpi") {
                        told(4, 3), cpx::caller::here());
     }
 
+    TEST_CASE("ranks that convolve, shift or carry states in another way are told in what they differ") {
+        int const ranks = job::ranks();
+        if (ranks == 1) return;
+        std::string const odd = " (rank " + std::to_string(ranks - 1) + ')';
+        auto const told = [&](std::string const& field, std::string const& value, auto&& run) {
+            support::holds({"ops.cpp", "ranks disagree on " + field + ": expected one value on all ranks", value + odd},
+                           job::error(std::chrono::seconds(20),
+                                      [&](cpx::mpi& comm) {
+                                          auto const sharding = cpx::shard(batches[3], cpx::zigzag<>(ranks));
+                                          auto const tensor = [&](index_t width) {
+                                              return cpx::make_tensor<double>(sharding, comm.rank(), width);
+                                          };
+                                          run(sharding, tensor, comm, comm.rank() == ranks - 1);
+                                      }),
+                           cpx::caller::here());
+        };
+        std::vector<double> const weight(12), bias(3);
+        told("activation", "none", [&](auto const& sharding, auto const& tensor, cpx::mpi& comm, bool last) {
+            auto const x = tensor(3);
+            auto y = x;
+            cpx::causal_conv1d(cpx::halo(sharding, comm.rank(), 3), x, weight, bias,
+                               last ? cpx::activation::none : cpx::activation::silu, y, comm);
+        });
+        told("fill (hash)", "", [&](auto const& sharding, auto const& tensor, cpx::mpi& comm, bool last) {
+            auto const x = tensor(3);
+            auto y = x;
+            cpx::shift_rows(cpx::halo(sharding, comm.rank(), 1, cpx::side::after), x, y, comm, last ? -1.0 : 0.0);
+        });
+        told("key width of the state", "4", [&](auto const& sharding, auto const& tensor, cpx::mpi& comm, bool last) {
+            index_t const keys = last ? 4 : 2, values = 8 / keys; // as many elements of states and of maps
+            auto const q = tensor(keys), k = q, v = tensor(values), g = tensor(1);
+            auto o = v;
+            cpx::recurrence_tensors const t{std::array{q.view(), k.view(), v.view(), g.view()}, o.view()};
+            recur(cpx::carry<cpx::scan>(sharding, comm.rank()), cpx::head_decay_attention{{1, 1, keys, values}}, t,
+                  comm);
+        });
+    }
+
     TEST_CASE("every rank gets the bits of the sum in rank order") {
         int const ranks = job::ranks();
         cpx::mpi comm;

@@ -373,10 +373,12 @@ TEST_SUITE("ops") {
         auto const batch = lengths({6, 5});
         by_tokens const zigzag = cpx::shard(batch, cpx::zigzag<>(3));
         cpx::attention_heads const heads{4, 2, 2};
-        /// All append and attend `alike` times; then rank 1 has these heads and appends so often, the others once.
+        /// All append and attend `alike` times; then rank 1 has these heads and this scale and appends so often, the
+        /// others once.
         struct rank_1 {
             cpx::attention_heads heads;
             int times, alike = 0;
+            double scale = 1;
         };
         auto const told = [&](auto const& queries, rank_1 const& odd, std::vector<std::string> const& passages) {
             std::vector<std::string> texts(3);
@@ -384,7 +386,7 @@ TEST_SUITE("ops") {
             static_cast<void>(support::message([&] {
                 cpx::threads::run(3, [&](cpx::threads& comm) {
                     int const rank = comm.rank();
-                    auto const [own, times, alike] = rank == 1 ? odd : rank_1{heads, 1, odd.alike};
+                    auto const [own, times, alike, scale] = rank == 1 ? odd : rank_1{heads, 1, odd.alike};
                     cpx::attention_cache<double> cache(own, zigzag, rank);
                     auto const k = cpx::make_tensor<double>(zigzag, rank, own.key_heads * own.dim);
                     auto const q = cpx::make_tensor<double>(queries, rank, own.query_heads * own.dim);
@@ -398,7 +400,7 @@ TEST_SUITE("ops") {
                     auto o = poisoned<double>(queries, rank, own.query_heads * own.dim);
                     auto const before = o.read();
                     try {
-                        attend(cache, q, 1., o, comm);
+                        attend(cache, q, scale, o, comm);
                     } catch (cpx::error const& e) {
                         texts[at(rank)] = e.what();
                         untouched[at(rank)] = same_bits(o.read(), before);
@@ -425,6 +427,7 @@ TEST_SUITE("ops") {
             told(queries, {{4, 2, 3}, 1}, {differ + kept, "(ranks 0 2)", "(rank 1)"});
             told(queries, {heads, 2}, {differ + kept, "(ranks 0 2)", "(rank 1)"});
             told(queries, {heads, 2, 1}, {differ + kept, "(ranks 0 2)", "(rank 1)"});
+            told(queries, {heads, 1, 0, 0.5}, {differ + "scale" + both("1", "0.5")});
             // The other ranks compare what is new to them alone; rank 1 is in an exchange that all have compared.
             told(queries, {heads, 0, 1}, {"ranks are in different exchanges: " + kept, "rank 1"});
         };

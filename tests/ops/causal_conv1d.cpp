@@ -394,6 +394,38 @@ TEST_SUITE("ops") {
         CHECK(std::count(states.begin(), states.end(), 1.f) == 24);
     }
 
+    TEST_CASE("ranks that convolve with another activation, or with a bias, are told, forward and backward") {
+        for (int const ranks : {2, 3})
+            for (bool const backward : {false, true}) {
+                by_tokens const sharding = cpx::shard(lengths({12}), cpx::zigzag<>(ranks));
+                std::vector<double> const weight(12), bias(3);
+                std::string const others = ranks == 2 ? " (rank 0), " : " (ranks 0 1), ",
+                                  odd = " (rank " + std::to_string(ranks - 1) + ')';
+                auto const told = [&](std::string const& passage, cpx::activation act, std::span<double const> added) {
+                    support::rejects({"causal_conv1d.cpp", "ranks disagree on " + passage}, [&] {
+                        cpx::threads::run(ranks, [&](cpx::threads& comm) {
+                            int const rank = comm.rank();
+                            bool const last = rank == ranks - 1;
+                            auto const x = cpx::make_tensor<double>(sharding, rank, 3);
+                            auto y = x;
+                            auto const before = cpx::halo(sharding, rank, 3);
+                            auto const with = last ? act : cpx::activation::silu;
+                            auto const of = last ? added : std::span<double const>(bias);
+                            if (backward)
+                                cpx::causal_conv1d_backward(before, cpx::halo(sharding, rank, 3, cpx::side::after), x,
+                                                            weight, of, with, x, cpx::causal_conv1d_gradients{y}, comm);
+                            else
+                                cpx::causal_conv1d(before, x, weight, of, with, y, comm);
+                        });
+                    });
+                };
+                told("activation: expected one value on all ranks, got silu" + others + "none" + odd,
+                     cpx::activation::none, bias);
+                told("bias: expected one value on all ranks, got given" + others + "none" + odd, cpx::activation::silu,
+                     {});
+            }
+    }
+
     TEST_CASE("the backward of the convolution leaves out what is not wanted, and rejects what does not fit") {
         auto const p = random_conv<double>(lengths({6, 5}), 3, 4, true, cpx::activation::silu, 4);
         using S = by_tokens;

@@ -46,6 +46,23 @@ struct problem {
     }
 };
 
+/// A recurrence whose maps are of any kind: all of them are one number.
+struct of_kind {
+    cpx::map_kind kind;
+    static constexpr char const* name = "of_kind";
+    cpx::state_shape states() const { return {3, 1, 1, kind}; }
+    std::array<cpx::recurrence_input, 1> inputs() const { return {{{"x", 3, 1}}}; }
+    template <class X>
+    void forward(X const&, index_t, cpx::rows<double>, cpx::rows<double>) const {}
+    template <class X>
+    void fold(X const&, index_t, cpx::rows<double>, cpx::rows<double>) const {}
+    template <class X, class Dx>
+    void backward(X const&, index_t, cpx::rows<double const>, cpx::rows<double const>, cpx::rows<double>,
+                  Dx const&) const {}
+    template <class X>
+    void backward_fold(X const&, index_t, cpx::rows<double const>, cpx::rows<double>) const {}
+};
+
 /// A transport that counts the bytes of states that its rank receives.
 struct counts_received {
     cpx::threads& comm;
@@ -632,12 +649,66 @@ TEST_SUITE("ops") {
             cpx::threads::run(
                 2, [&](cpx::threads& comm) { run_on(head_decay_attention{heads}, lengths({11 + comm.rank()}), comm); });
         });
-        support::rejects(
-            {": head_decay_attention: ranks disagree on elements of a map", "got 1 (rank 0), 2 (rank 1)"}, [&] {
-                cpx::threads::run(2, [&](cpx::threads& comm) {
-                    cpx::recurrence_heads const more{1 + comm.rank(), 1 + comm.rank(), 2, 4 / (1 + comm.rank())};
-                    run_on(head_decay_attention{more}, lengths({12}), comm);
-                });
-            });
+    }
+
+    TEST_CASE_TEMPLATE("ranks whose recurrences differ are told in what, though as much is handed on", How, cpx::serial,
+                       cpx::scan) {
+        for (int const ranks : {2, 3}) {
+            auto const told = [&](std::string const& field, std::string const& first, std::string const& last,
+                                  auto const& r, auto const& odd, bool backward = false) {
+                auto const run = [&](auto const& of, cpx::threads& comm) {
+                    using R = std::remove_cvref_t<decltype(of)>;
+                    static constexpr std::size_t N = cpx::recurrence_inputs<R>;
+                    by_tokens const sharding = cpx::shard(lengths({12}), cpx::sequential<>(ranks));
+                    auto const tensor = [&](index_t width) {
+                        return cpx::make_tensor<double>(sharding, comm.rank(), width);
+                    };
+                    std::vector<cpx::tensor<double, by_tokens>> inputs, gradients;
+                    for (auto const& i : of.inputs()) inputs.push_back(tensor(i.heads * i.width));
+                    gradients = inputs;
+                    auto o = tensor(of.states().heads * of.states().values), dout = o;
+                    cpx::recurrence_saved<double> saved;
+                    auto const views = [](auto& list) {
+                        return [&]<std::size_t... I>(std::index_sequence<I...>) {
+                            return std::array{list[I].view()...};
+                        }(std::make_index_sequence<N>());
+                    };
+                    cpx::recurrence_tensors const t{views(inputs), o.view(), {}, {}, &saved};
+                    cpx::recurrence_gradients const to{dout.view(), views(gradients)};
+                    auto const plan = cpx::carry<How>(sharding, comm.rank());
+                    if (!backward) return recur(plan, of, t, comm);
+                    index_t const width = of.states().state_width();
+                    saved.starts.resize(static_cast<std::size_t>(std::ssize(plan.segments) * width));
+                    saved.maps.resize(
+                        static_cast<std::size_t>(cpx::detail::inner_segments(plan.links) * of.states().map_width()));
+                    recur_backward(plan, of, t, to, comm);
+                };
+                std::string const others = ranks == 2 ? " (rank 0), " : " (ranks 0 1), ";
+                support::rejects({"recurrence.cpp", "ranks disagree on " + field + ':',
+                                  "got " + first + others + last + " (rank " + std::to_string(ranks - 1) + ')'},
+                                 [&] {
+                                     cpx::threads::run(ranks, [&](cpx::threads& comm) {
+                                         comm.rank() == ranks - 1 ? run(odd, comm) : run(r, comm);
+                                     });
+                                 });
+            };
+            using cpx::map_kind;
+            for (bool const backward : {false, true}) {
+                told("key width of the state", "2", "4", head_decay_attention{{1, 1, 2, 4}},
+                     head_decay_attention{{1, 1, 4, 2}}, backward);
+                told("heads of the state", "1", "2", head_decay_attention{{1, 1, 2, 4}},
+                     head_decay_attention{{2, 2, 2, 2}}, backward);
+                told("value width of the state", "4", "2", head_decay_attention{{1, 1, 2, 4}},
+                     head_decay_attention{{1, 1, 2, 2}}, backward);
+                told("kind of map", "matrix", "vector", of_kind{map_kind::matrix}, of_kind{map_kind::vector}, backward);
+                told("kind of map", "vector", "number", of_kind{map_kind::vector}, of_kind{map_kind::number}, backward);
+                told("chunk", "64", "32", head_decay_attention{{1, 1, 2, 4}},
+                     head_decay_attention{{1, 1, 2, 4}, {.chunk = 32}}, backward);
+                told("scale", "0.5", "0.10000000000000001", kimi_delta_attention{{1, 1, 4, 4}},
+                     kimi_delta_attention{{1, 1, 4, 4}, {.scale = 0.1}}, backward);
+                told("norm of q and k", "taken", "none", kimi_delta_attention{{1, 1, 4, 4}},
+                     kimi_delta_attention{{1, 1, 4, 4}, {.qk_l2norm = false}}, backward);
+            }
+        }
     }
 }

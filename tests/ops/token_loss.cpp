@@ -370,6 +370,10 @@ TEST_SUITE("ops") {
         };
         disagree("ranks disagree on reach: expected one value on all ranks, got 1 (rank 0), 2 (rank 1)",
                  [](auto const& plan, auto const& x, auto& y, auto& comm) { cpx::shift_rows(plan(2), x, y, comm); });
+        disagree("shift_rows: ranks disagree on fill (hash): expected one value on all ranks",
+                 [](auto const& plan, auto const& x, auto& y, auto& comm) {
+                     cpx::shift_rows(plan(1), x, y, comm, index_t{-100});
+                 });
         disagree(
             "on operation: expected one value on all ranks, got shift_rows: halo after (rank 0), "
             "next_token_labels: halo after (rank 1)",

@@ -8,6 +8,9 @@
 
 #include <support/packings.hpp>
 
+#include <bit>
+#include <cmath>
+
 struct rgb {
     std::uint8_t r, g, b;
 };
@@ -70,6 +73,27 @@ TEST_SUITE("plan") {
         CHECK(difference(reference, cpx::halo(cpx::shard(batch, cpx::sequential<>{4}), 0, 3)) == "operation");
         CHECK(difference(cpx::halo(cpx::shard(batch, cpx::sequential<>{4}), 0, 3),
                          cpx::halo(cpx::shard(batch, cpx::sequential<>{4}), 0, 4)) == "reach");
+    }
+
+    TEST_CASE("what an operator is given is named by the operator, and has a text of its own for every value") {
+        auto const named = [](cpx::plan p, cpx::identity::arguments const& given) {
+            p.id.set_arguments(given);
+            return p;
+        };
+        auto const sharding = cpx::shard(batch, cpx::sequential<>{4});
+        auto const halo = cpx::halo(sharding, 0, 3);
+        auto const carry = cpx::carry<cpx::serial>(sharding, 0).step(0, cpx::side::before);
+        auto const word = [](char const* text) { return cpx::identity::word(text); };
+        auto const real = [](double x) { return std::bit_cast<std::uint64_t>(x); };
+        CHECK(difference(named(halo, {word("silu")}), named(halo, {word("none")})) == "activation");
+        CHECK(difference(named(halo, {0, word("given")}), named(halo, {0, word("none")})) == "bias");
+        CHECK(difference(named(carry, {0, 0, 0, word("matrix")}), named(carry, {0, 0, 0, word("vector")})) ==
+              "kind of map");
+        CHECK(difference(named(carry, {0, 0, 0, 0, 0, real(0.1)}),
+                         named(carry, {0, 0, 0, 0, 0, real(std::nextafter(0.1, 1))})) == "scale");
+        CHECK(difference(named(carry, {0, 0, 0, 0, 0, real(0.0)}), named(carry, {0, 0, 0, 0, 0, real(-0.0)})) ==
+              "scale");
+        CHECK(difference(named(halo, {3}).transposed().transposed(), named(halo, {3})) == "");
     }
 
     TEST_CASE("a transposed plan that adds is told from a plan of its own") {

@@ -9,6 +9,7 @@
 #include <cpx/transport/exchange.hpp>
 
 #include <algorithm>
+#include <bit>
 #include <cstdint>
 
 namespace cpx {
@@ -169,9 +170,9 @@ public:
     /// Computes `o = softmax(scale q K^T) V` for every query over the tokens of its sequence up to its own.
     ///
     /// q, o: (rows, query heads * dim). Rows behind a sequence's valid length see its last token. Collective where the
-    /// cache holds tokens: two exchanges, before which ranks whose caches have other heads, or have had another number
-    /// of tokens of a sequence, throw an error that says so. Throws `cpx::error` on what does not fit, and what
-    /// `exchange` throws.
+    /// cache holds tokens: two exchanges, before which ranks that have another scale, or whose caches have other heads,
+    /// or have had another number of tokens of a sequence, throw an error that says so. Throws `cpx::error` on what
+    /// does not fit, and what `exchange` throws.
     template <class T, any_memory M, sharded_like<M> X, sharded_like<M> O, any_transport Comm>
     void operator()(attention_cache<T, M> const& cache, X const& q, double scale, O&& o, Comm& comm,
                     caller here = caller::here()) const {
@@ -233,13 +234,14 @@ private:
         }
     }
 
-    /// Returns a plan on which ranks agree only if their caches are alike.
+    /// Returns a plan on which ranks agree only if their caches are alike, and what they attend with.
     template <class T, any_memory M>
-    static plan over(plan p, attention_cache<T, M> const& cache) {
+    static plan over(plan p, attention_cache<T, M> const& cache, double scale) {
         identity::set(p.id.operation, where);
         p.id[identity::source_width] = static_cast<std::uint64_t>(cache.heads_.query_heads);
         p.id[identity::target_width] = static_cast<std::uint64_t>(cache.heads_.key_heads);
         p.id[identity::parameter] = cache.hash();
+        p.id[identity::first_argument] = std::bit_cast<std::uint64_t>(scale);
         return p;
     }
 
@@ -268,7 +270,7 @@ private:
         M const& memory = q.memory();
         tensor<T, replicated<>, M> all(everywhere_, rank_, Q::every_row ? 0 : at.query_width(), memory, here);
         if constexpr (!Q::every_row)
-            detail::exchange_rows(over(gather_, cache), q.data(), all.data(), comm, here, where);
+            detail::exchange_rows(over(gather_, cache, scale), q.data(), all.data(), comm, here, where);
         tensor<sum, parts_type, M> part(back_.from, rank_, at.query_width() + at.queries.size(), memory, here);
         cache.attend(segments(everywhere_, rank_), at, scale, Q::every_row ? q.data() : std::as_const(all).data(),
                      part.data().columns(0, at.query_width()), part.data().columns(at.query_width(), at.queries.size()),
@@ -278,7 +280,7 @@ private:
             detail::exchange_rows(p, std::as_const(part).data(), every.data(), comm, here, where);
         };
         if constexpr (Q::every_row) // the first exchange of this call
-            send_back(over(back_, cache));
+            send_back(over(back_, cache, scale));
         else
             send_back(back_);
         for_each_element(memory, o.data().count(), o.data().width(),

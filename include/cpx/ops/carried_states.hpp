@@ -47,10 +47,13 @@ struct states_on_host {
     using buffer = std::vector<T>;
 
     Comm& comm;
+    identity::arguments alike = {}; ///< of the recurrence, on all ranks
 
     /// Called before anything is read or written: ranks on devices get ready for the exchanges of a plan.
     template <class Plan>
-    void prepare(Plan const&, state_shape const&, caller) const {}
+    void prepare(Plan const&, state_shape const&, identity::arguments const& of, caller) {
+        alike = of;
+    }
 
     template <class T>
     std::vector<T> zeros(char const* where, std::initializer_list<index_t> counts, caller here) const {
@@ -101,7 +104,7 @@ struct states_on_host {
     /// Runs an exchange of a carry for `where`, the one of `exchange_number`.
     template <class T>
     void exchange(char const* where, plan const& p, index_t, rows<T const> from, rows<T> to, caller here) const {
-        exchange_rows(p, from, to, comm, here, where);
+        exchange_rows(p, from, to, comm, here, {where, alike});
     }
 };
 

@@ -31,6 +31,12 @@ rows<T const> rows_beside(halo_plan<S> const& plan, std::size_t i, rows<T const>
     return {buffer.data(), count, own.width()};
 }
 
+/// Returns what must be alike on all ranks of a convolution.
+template <class T>
+identity::arguments convolution_arguments(activation act, std::span<T const> bias) {
+    return {identity::word(act == activation::silu ? "silu" : "none"), identity::word(bias.empty() ? "none" : "given")};
+}
+
 /// Throws `cpx::error` unless `weight` is (channels, K) for a halo of K - 1 rows on that side of a segment.
 template <class T, any_sharding S>
 void require_taps(char const* where, halo_plan<S> const& plan, side wanted, rows<T const> weight, index_t channels,
@@ -63,31 +69,56 @@ struct causal_conv1d_states {
 
 namespace detail {
 
-template <class T, any_sharding S, class Comm>
-void convolve(halo_plan<S> const& plan, sharded<T const, S> const& x, rows<T const> weight, std::span<T const> bias,
-              activation act, sharded<T, S> const& y, Comm& comm, causal_conv1d_states<T> const& states, caller here,
-              char const* where = "causal_conv1d") {
+/// What a convolution is given, on one rank.
+template <class T, any_sharding S>
+struct convolution {
+    halo_plan<S> const& plan;
+    sharded<T const, S> x;
+    rows<T const> weight;
+    std::span<T const> bias;
+    activation act;
+    sharded<T, S> y;
+    causal_conv1d_states<T> states = {};
+    char const* where = "causal_conv1d";
+};
+
+/// Returns a convolution of which all fits, or throws.
+template <class T, any_sharding S>
+convolution<T, S> const& checked(convolution<T, S> const& of, caller here) {
+    auto const& [plan, x, weight, bias, act, y, states, where] = of;
     require_place(where, "x", x, plan.sharding, plan.rank, "the plan's", here);
     require_place(where, "y", y, plan.sharding, plan.rank, "the plan's", here);
-    index_t const channels = x.data().width(), taps = plan.reach + 1;
+    index_t const channels = x.data().width();
     require_activation(where, act, here);
     require_taps(where, plan, side::before, weight, channels, here);
     require(bias.empty() || std::ssize(bias) == channels, where, "size of bias", channels, bias.size(), here);
     require_shape(where, "x", x.data(), plan.source_rows, channels, here);
     require_shape(where, "y", y.data(), plan.source_rows, channels, here);
-    thd const& batch = plan.sharding.batch();
-    index_t const window = taps * channels;
+    index_t const sequences = plan.sharding.batch().sequences(), window = (plan.reach + 1) * channels;
     rows<T const> const all_states[] = {states.initial, states.final};
     for (rows<T const> const& given : all_states)
-        if (given.data()) require_shape(where, "states", given, batch.sequences(), window, here);
+        if (given.data()) require_shape(where, "states", given, sequences, window, here);
     operand const initial("initial", states.initial), final("final", states.final);
     require_apart(where, {{"y", y.data()}, final}, {{"x", x.data()}, {"weight", weight}, {"bias", bias}}, here);
     require_apart(where, {{"y", y.data()}}, {initial}, here);
     require_apart(where, {final}, {initial}, here, in_place::yes);
+    return of;
+}
+
+/// Runs a convolution of which all fits.
+template <class T, any_sharding S, class Comm>
+void convolve(convolution<T, S> const& of, Comm& comm, caller here) {
+    halo_plan<S> const& plan = of.plan;
+    sharded<T const, S> const& x = of.x;
+    sharded<T, S> const& y = of.y;
+    causal_conv1d_states<T> const& states = of.states;
+    char const* const where = of.where;
+    index_t const channels = x.data().width(), taps = plan.reach + 1, window = taps * channels;
+    thd const& batch = plan.sharding.batch();
     auto halo_rows = zeros<T>(where, {plan.target_rows, channels}, here);
     rows<T> const halo(halo_rows.data(), plan.target_rows, channels);
-    exchange_rows(plan, x.data(), halo, comm, here, where);
-    conv_weights<T> const by{by_tap(weight), bias.empty() ? nullptr : bias.data(), act};
+    exchange_rows(plan, x.data(), halo, comm, here, {where, convolution_arguments(of.act, of.bias)});
+    conv_weights<T> const by{by_tap(of.weight), of.bias.empty() ? nullptr : of.bias.data(), of.act};
     std::vector<T> history, newest;
     auto const finish = [&](index_t sequence, rows<T const> before, rows<T const> own) {
         if (!states.final.data()) return;
@@ -127,7 +158,8 @@ void convolve(halo_plan<S> const& plan, sharded<T const, S> const& x, rows<T con
 /// Collective: one exchange of the halo. Any K and segments of any length, a halo may span several ranks.
 /// Bitwise the same on every sharding.
 ///
-/// Throws `cpx::error` on shapes that do not fit and on overlapping memory, and what `exchange` throws.
+/// Throws `cpx::error` on shapes that do not fit and on overlapping memory, if ranks have other activations or only
+/// some a bias, and what `exchange` throws.
 template <any_sharding S, sharded_like X, sharded_like Y, transport Comm>
 void causal_conv1d(halo_plan<S> const& plan, X const& x, rows_or_list<element_of<Y> const> weight,
                    std::span<element_of<Y> const> bias, activation act, Y&& y, Comm& comm,
@@ -136,9 +168,11 @@ void causal_conv1d(halo_plan<S> const& plan, X const& x, rows_or_list<element_of
     static_assert(fits, "cpx: causal_conv1d of tensors that are not sharded as the plan; make the plan with "
                         "halo(x.sharding(), ...) and y of the same sharding");
     static_assert(writes, "cpx: causal_conv1d wants x of y's elements, and a y that is not const and has a name");
-    if constexpr (fits && writes)
-        detail::convolve<element_of<Y>, S>(plan, x.view(), weight.of_width(plan.reach + 1), bias, act, y.view(), comm,
-                                           states, here);
+    if constexpr (fits && writes) {
+        detail::convolution<element_of<Y>, S> const given{
+            plan, x.view(), weight.of_width(plan.reach + 1), bias, act, y.view(), states};
+        detail::convolve(detail::checked(given, here), comm, here);
+    }
 }
 
 template <class Plan>
@@ -170,38 +204,53 @@ causal_conv1d_gradients(X&& = {}, detail::any = {}, detail::any = {}, detail::an
 
 namespace detail {
 
+/// What the backward of a convolution is given, on one rank.
 template <class T, any_sharding S>
-void require_backward(char const* where, halo_plan<S> const& before, halo_plan<S> const& after,
-                      sharded<T const, S> const& x, rows<T const> weight, std::span<T const> bias, activation act,
-                      sharded<T const, S> const& dy, causal_conv1d_gradients<T, S> const& to, caller here) {
+struct convolution_backward {
+    halo_plan<S> const &before, &after;
+    sharded<T const, S> x;
+    rows<T const> weight;
+    std::span<T const> bias;
+    activation act;
+    sharded<T const, S> dy;
+    sharded<T, S> dx;
+    rows<T> dweight;
+    std::span<T> dbias;
+    sum_order order;
+    char const* where = "causal_conv1d_backward";
+};
+
+/// Returns a backward of which all fits, or throws.
+template <class T, any_sharding S>
+convolution_backward<T, S> const& checked(convolution_backward<T, S> const& of, caller here) {
+    auto const& [before, after, x, weight, bias, act, dy, dx, dweight, dbias, order, where] = of;
     for (auto const* plan : {&before, &after})
         require_place(where, "x", x, plan->sharding, plan->rank, "that of the plans", here);
     require_place(where, "dy", dy, x, "that of x", here);
-    require_place(where, "dx", to.dx, x, "that of x", here);
-    index_t const channels = x.data().width(), taps = before.reach + 1;
-    rows<T> const given = to.dweight.of_width(taps);
+    require_place(where, "dx", dx, x, "that of x", here);
+    index_t const channels = x.data().width();
     require_activation(where, act, here);
     require_taps(where, before, side::before, weight, channels, here);
     require_taps(where, after, side::after, weight, channels, here);
     require(bias.empty() || std::ssize(bias) == channels, where, "size of bias", channels, bias.size(), here);
     require_shape(where, "x", x.data(), before.source_rows, channels, here);
     require_shape(where, "dy", dy.data(), before.source_rows, channels, here);
-    require_shape(where, "dx", to.dx.data(), before.source_rows, channels, here);
-    if (given.data()) require_shape(where, "dweight", given, channels, taps, here);
-    require(to.dbias.empty() || std::ssize(to.dbias) == channels, where, "size of dbias", channels, to.dbias.size(),
-            here);
-    require_apart(where, {{"dx", to.dx.data()}, {"dweight", given}, {"dbias", to.dbias}},
+    require_shape(where, "dx", dx.data(), before.source_rows, channels, here);
+    if (dweight.data()) require_shape(where, "dweight", dweight, channels, before.reach + 1, here);
+    require(dbias.empty() || std::ssize(dbias) == channels, where, "size of dbias", channels, dbias.size(), here);
+    require_apart(where, {{"dx", dx.data()}, {"dweight", dweight}, {"dbias", dbias}},
                   {{"x", x.data()}, {"dy", dy.data()}, {"weight", weight}, {"bias", bias}}, here);
+    return of;
 }
 
+/// Runs a backward of which all fits.
 template <class T, any_sharding S, class Comm>
-void convolve_backward(halo_plan<S> const& before, halo_plan<S> const& after, sharded<T const, S> const& x,
-                       rows<T const> weight, std::span<T const> bias, activation act, sharded<T const, S> const& dy,
-                       causal_conv1d_gradients<T, S> const& to, Comm& comm, caller here,
-                       char const* where = "causal_conv1d_backward") {
-    require_backward(where, before, after, x, weight, bias, act, dy, to, here);
+void convolve_backward(convolution_backward<T, S> const& to, Comm& comm, caller here) {
+    halo_plan<S> const &before = to.before, &after = to.after;
+    sharded<T const, S> const &x = to.x, &dy = to.dy;
+    char const* const where = to.where;
     index_t const channels = x.data().width(), taps = before.reach + 1;
-    rows<T> const given = to.dweight.of_width(taps);
+    rows<T> const given = to.dweight;
     auto const buffer = [&](index_t count) { return zeros<T>(where, {count, channels}, here); };
     auto unwanted = buffer(given.data() || to.dbias.empty() ? 0 : taps);
     rows<T> const dweight = given.data() ? given : rows<T>(unwanted, taps);
@@ -211,8 +260,9 @@ void convolve_backward(halo_plan<S> const& before, halo_plan<S> const& after, sh
     rows<T> const dz(dz_values.data(), before.source_rows, channels);
     rows<T> const dz_halo(future_values.data(), after.target_rows, channels);
     weight_sums<S> const sums(x.sharding(), before.rank, to.order, here, where);
-    conv_weights<T> const by{by_tap(weight), bias.empty() ? nullptr : bias.data(), act};
-    exchange_rows(before, x.data(), x_halo, comm, here, where);
+    conv_weights<T> const by{by_tap(to.weight), to.bias.empty() ? nullptr : to.bias.data(), to.act};
+    run_for const of(where, convolution_arguments(to.act, to.bias));
+    exchange_rows(before, x.data(), x_halo, comm, here, of);
     for (std::size_t i = 0; i < before.segments.size(); ++i) {
         segment const& s = before.segments[i];
         auto const history = rows_beside<T, S>(before, i, x.data(), x_halo, beside);
@@ -232,7 +282,7 @@ void convolve_backward(halo_plan<S> const& before, halo_plan<S> const& after, sh
                                 all_dz.data.sub(batch.offset(s), batch.length(s)), dweight.sub(own.first, own.size()),
                                 to.dbias.empty() ? nullptr : to.dbias.data() + own.first);
     }
-    exchange_rows(after, dz, dz_halo, comm, here, where);
+    exchange_rows(after, dz, dz_halo, comm, here, of);
     for (std::size_t i = 0; i < after.segments.size(); ++i) {
         segment const& s = after.segments[i];
         by.backward_input(dz.sub(s.row, s.count), rows_beside<T, S>(after, i, dz, dz_halo, beside),
@@ -262,9 +312,13 @@ void causal_conv1d_backward(halo_plan<S> const& before, halo_plan<A> const& afte
                   "cpx: causal_conv1d_backward of tensors that are not sharded as the plans; make both plans "
                   "with halo(x.sharding(), ...) and dy and dx of the same sharding");
     static_assert(same || detail::never<T>, "cpx: causal_conv1d_backward wants x and dy of the gradients' elements");
-    if constexpr (fits && same)
-        detail::convolve_backward<T, S>(before, after, x.view(), weight.of_width(before.reach + 1), bias, act,
-                                        dy.view(), to, comm, here);
+    if constexpr (fits && same) {
+        index_t const taps = before.reach + 1;
+        detail::convolution_backward<T, S> const given{
+            before,   after,   x.view(), weight.of_width(taps), bias, act, dy.view(), to.dx, to.dweight.of_width(taps),
+            to.dbias, to.order};
+        detail::convolve_backward(detail::checked(given, here), comm, here);
+    }
 }
 template <class Plan>
 void causal_conv1d_backward(Plan const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},

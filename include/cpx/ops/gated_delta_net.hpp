@@ -164,8 +164,15 @@ struct gated_delta_mixer {
 
         auto const conv = local_rows(sharding, rank, qkv, w.conv, here);
         tensor<T, S> mixed(sharding, rank, n.qkv(), here), gates(sharding, rank, 2 * n.values, here);
-        convolve<T, S>(before, x.view().columns(0, n.qkv()), rows<T const>(conv, config.kernel), {}, activation::silu,
-                       mixed, comm, {state.conv, state.conv}, here, where);
+        convolution<T, S> const of_qkv{before,
+                                       x.view().columns(0, n.qkv()),
+                                       rows<T const>(conv, config.kernel),
+                                       {},
+                                       activation::silu,
+                                       mixed.view(),
+                                       {state.conv, state.conv},
+                                       where};
+        convolve(of_qkv, comm, here); // the layer has checked what it was given
 
         auto const A_log = local_rows(sharding, rank, per_head, w.A_log, here);
         auto const dt_bias = local_rows(sharding, rank, per_head, w.dt_bias, here);
@@ -178,7 +185,7 @@ struct gated_delta_mixer {
         t.initial = t.final = state.recurrent;
         if (saved) t.saved = &saved->states;
         delta_rule_options const options{.chunk = config.chunk, .qk_l2norm = true};
-        recur_on_host(states, gated_delta{config.heads, options, where}, listed(t), comm, here);
+        recur_on_host(states, gated_delta{config.heads, options, where}, listed(t), comm, here); // and the states
         if (!saved) return;
         saved->mixed = std::move(mixed);
         saved->gates = std::move(gates);

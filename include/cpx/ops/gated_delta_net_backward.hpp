@@ -70,9 +70,19 @@ void gated_delta_mixer_backward(gated_delta_mixer<How, S> const& mixer, gated_de
 
     auto const conv = local_rows(sharding, rank, qkv, w.conv, here);
     auto dconv = buffer(std::ssize(conv));
-    convolve_backward<T, S>(mixer.before, mixer.after, saved.projected->view().columns(0, n.qkv()),
-                            rows<T const>(conv, config.kernel), {}, activation::silu, dqkv,
-                            {dx.view().columns(0, n.qkv()), dconv, {}, order}, comm, here, where);
+    convolution_backward<T, S> const of_qkv{mixer.before,
+                                            mixer.after,
+                                            saved.projected->view().columns(0, n.qkv()),
+                                            rows<T const>(conv, config.kernel),
+                                            {},
+                                            activation::silu,
+                                            dqkv,
+                                            dx.view().columns(0, n.qkv()),
+                                            rows<T>(dconv, config.kernel),
+                                            {},
+                                            order,
+                                            where};
+    convolve_backward(of_qkv, comm, here); // the layer has checked what it was given
     add_local_rows(sharding, rank, qkv, rows<T const>(dconv, config.kernel), to.conv, here);
 }
 

@@ -59,6 +59,9 @@ struct gated_delta {
                  {"g", heads.value_heads, 1},
                  {"beta", heads.value_heads, 1}}};
     }
+    recurrence_settings settings() const {
+        return {options.chunk, query_scale<double>(options.scale, heads.key_dim), options.qk_l2norm};
+    }
     void check(char const* where, caller here) const {
         require_delta_heads(where, heads, here);
         require(options.chunk >= 1, where, "chunk", "at least 1", options.chunk, here);
@@ -115,7 +118,12 @@ void gated_delta_rule(carry_plan<How, S> const& plan, delta_rule_tensors<T, X> c
     static_assert(fits || detail::never<T>,
                   "cpx: gated_delta_rule of tensors that are not sharded as the plan; make the plan with "
                   "carry(q.sharding(), ...)");
-    if constexpr (fits) detail::recur_on_host(plan, detail::gated_delta{heads, options}, detail::listed(t), comm, here);
+    if constexpr (fits) {
+        detail::gated_delta const r{heads, options};
+        auto const given = detail::listed(t);
+        detail::check_recurrence(plan, r, given, here);
+        detail::recur_on_host(plan, r, given, comm, here);
+    }
 }
 template <class Plan>
 void gated_delta_rule(Plan const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},

@@ -39,11 +39,14 @@ void gated_delta_rule_backward(carry_plan<How, S> const& plan, delta_rule_tensor
                   "cpx: gated_delta_rule_backward of tensors or gradients that are not sharded as the plan; make "
                   "the plan with carry(q.sharding(), ...) and the gradients of the same sharding");
     static_assert(same || !made, "cpx: gated_delta_rule_backward wants gradients of the tensors' elements");
-    if constexpr (fits && same)
-        detail::recur_backward_on_host(
-            plan, detail::gated_delta{heads, options}, detail::listed(t),
-            recurrence_gradients<T, S, 5>{to.dout, {to.dq, to.dk, to.dv, to.dg, to.dbeta}, to.dfinal, to.dinitial},
-            comm, here);
+    if constexpr (fits && same) {
+        detail::gated_delta const r{heads, options};
+        auto const given = detail::listed(t);
+        recurrence_gradients<T, S, 5> const gradients{
+            to.dout, {to.dq, to.dk, to.dv, to.dg, to.dbeta}, to.dfinal, to.dinitial};
+        detail::check_recurrence_backward(plan, r, given, gradients, here);
+        detail::recur_backward_on_host(plan, r, given, gradients, comm, here);
+    }
 }
 template <class Plan>
 void gated_delta_rule_backward(Plan const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},

@@ -5,6 +5,7 @@
 #include <cpx/ops/carried_states.hpp>
 #include <cpx/ops/recurrence_pass.hpp>
 
+#include <bit>
 #include <concepts>
 #include <string>
 #include <tuple>
@@ -70,16 +71,32 @@ std::vector<operand> operands(X const& x, std::array<std::string, N> const& name
     return list;
 }
 
-/// Says which forward saved states: on which sharding of which batch, of which rank and of states of which size; and
+/// Returns what must be alike on all ranks that hand on the states of a recurrence, and in its forward and backward.
+template <class R>
+identity::arguments recurrence_arguments(R const& r) {
+    static constexpr std::array maps{identity::word("matrix"), identity::word("vector"), identity::word("number")};
+    state_shape const all = r.states();
+    recurrence_settings settings;
+    if constexpr (requires { r.settings(); }) settings = r.settings();
+    auto const number = [](index_t n) { return static_cast<std::uint64_t>(n); };
+    return {number(all.heads),
+            number(all.keys),
+            number(all.values),
+            maps[static_cast<std::size_t>(all.map)],
+            number(settings.chunk),
+            std::bit_cast<std::uint64_t>(settings.scale),
+            settings.normalises ? identity::word("taken") : identity::word("none")};
+}
+
+/// Says which forward saved states: on which sharding of which batch, of which rank and by which recurrence; and
 /// whether with maps, by scan.
 template <class R, carry_kind How, any_sharding S>
 std::uint64_t saved_by(carry_plan<How, S> const& plan, R const& r, bool maps) {
-    state_shape const all = r.states();
-    auto const number = [](auto n) { return static_cast<std::uint64_t>(n); };
-    return mix_all(1,
-                   std::array{plan.id.numbers[identity::ranks], plan.id.numbers[identity::cu_seqlens],
-                              plan.id.numbers[identity::source_hash], number(plan.rank), number(all.heads),
-                              number(all.keys), number(all.values), number(static_cast<int>(all.map)), number(maps)});
+    std::uint64_t const place =
+        mix_all(1, std::array{plan.id.numbers[identity::ranks], plan.id.numbers[identity::cu_seqlens],
+                              plan.id.numbers[identity::source_hash], static_cast<std::uint64_t>(plan.rank),
+                              std::uint64_t{maps}});
+    return mix_all(place, recurrence_arguments(r));
 }
 
 /// Throws unless a forward of this plan and recurrence has saved what its backward reads. The backward of a scan wants
@@ -91,10 +108,15 @@ void check_saved(char const* where, carry_plan<How, S> const& plan, R const& r, 
             "saved states", "those of the forward", saved ? "others" : "none", here);
     bool const without_maps = saved->of == saved_by(plan, r, false);
     require(saved->of == 0 || without_maps || saved->of == saved_by(plan, r, true), where, "saved states",
-            "those of the forward", "those of another batch, sharding or rank, or of another size", here);
+            "those of the forward", "those of another batch, sharding or rank, or of another recurrence", here);
     if constexpr (std::same_as<How, scan>)
         require(!without_maps && std::ssize(saved->maps) == inner_segments(plan.links) * shape.map_width(), where,
                 "saved maps", "those of the forward, by scan", "others", here);
+}
+
+template <class R>
+std::string backward_name(R const& r) {
+    return std::string(r.name) + "_backward";
 }
 
 template <class T, class Saved>
@@ -103,31 +125,37 @@ std::array<operand, 2> saved_operands(Saved const& saved) {
             operand("saved maps", rows<T const>(saved.maps.data(), 1, std::ssize(saved.maps)))};
 }
 
-/// Runs a recurrence whose segments `Local` runs, in `memory`.
-template <class Local, carry_kind How, any_sharding S, class R, class Tensors, class Memory>
-void run_recurrence(carry_plan<How, S> const& plan, R const& r, Tensors const& t, Memory& memory, caller here) {
+/// Throws unless a recurrence and its tensors fit the plan.
+template <carry_kind How, any_sharding S, class R, class Tensors>
+void check_recurrence(carry_plan<How, S> const& plan, R const& r, Tensors const& t, caller here) {
     using T = typename Tensors::state;
     char const* const where = r.name;
     check_model(where, r, here);
     auto const names = input_names(r, "");
     check_tensors(where, plan, r, t.x, t.o, names, "o", here);
-    state_shape const shape = held_states(plan, r);
-    index_t const sequences = plan.sharding.batch().sequences(), width = shape.state_width();
+    index_t const sequences = plan.sharding.batch().sequences(), width = held_states(plan, r).state_width();
     if (t.initial.data()) require_shape(where, "initial", t.initial, sequences, width, here);
     if (t.final.data()) require_shape(where, "final", t.final, sequences, width, here);
     operand const o("o", t.o.data()), initial("initial", t.initial), final("final", t.final);
     require_apart(where, std::array{o, final}, operands(t.x, names), here);
     require_apart(where, {o}, {initial}, here);
     require_apart(where, {final}, {initial}, here, in_place::yes);
-    if (t.saved) { // which is written, or freed and made anew
-        auto others = operands(t.x, names);
-        others.insert(others.end(), {o, initial, final});
-        require_apart(where, saved_operands<T>(*t.saved), others, here);
-    }
+    if (!t.saved) return; // which is written, or freed and made anew
+    auto others = operands(t.x, names);
+    others.insert(others.end(), {o, initial, final});
+    require_apart(where, saved_operands<T>(*t.saved), others, here);
+}
+
+/// Runs a recurrence of which all fits, whose segments `Local` runs, in `memory`.
+template <class Local, carry_kind How, any_sharding S, class R, class Tensors, class Memory>
+void run_recurrence(carry_plan<How, S> const& plan, R const& r, Tensors const& t, Memory& memory, caller here) {
+    using T = typename Tensors::state;
+    char const* const where = r.name;
+    state_shape const shape = held_states(plan, r);
     Local local(where, plan, r, t, memory, here);
-    memory.prepare(plan, shape, here);
+    memory.prepare(plan, shape, recurrence_arguments(r), here);
     if (t.saved) {
-        memory.renew(t.saved->starts, where, {std::ssize(plan.segments), width}, here);
+        memory.renew(t.saved->starts, where, {std::ssize(plan.segments), shape.state_width()}, here);
         t.saved->of = saved_by(plan, r, std::same_as<How, scan>);
     }
     recurrence_pass<T, Local, Memory> pass(plan, shape, side::before, t.initial, t.final,
@@ -137,19 +165,19 @@ void run_recurrence(carry_plan<How, S> const& plan, R const& r, Tensors const& t
     pass.without_tokens();
 }
 
-template <class Local, carry_kind How, any_sharding S, class R, class Tensors, class Gradients, class Memory>
-void run_recurrence_backward(carry_plan<How, S> const& plan, R const& r, Tensors const& t, Gradients const& to,
-                             Memory& memory, caller here) {
+/// As `check_recurrence`, of what the backward is given.
+template <carry_kind How, any_sharding S, class R, class Tensors, class Gradients>
+void check_recurrence_backward(carry_plan<How, S> const& plan, R const& r, Tensors const& t, Gradients const& to,
+                               caller here) {
     using T = typename Tensors::state;
-    std::string const name = std::string(r.name) + "_backward";
+    std::string const name = backward_name(r);
     char const* const where = name.c_str();
     check_model(where, r, here);
     auto const names = input_names(r, ""), of_gradients = input_names(r, "d");
     check_tensors(where, plan, r, t.x, to.dout, names, "dout", here);
     check_tensors(where, plan, r, to.dx, to.dout, of_gradients, "dout", here);
     check_saved(where, plan, r, t.saved, here);
-    state_shape const shape = held_states(plan, r);
-    index_t const width = shape.state_width(), sequences = plan.sharding.batch().sequences();
+    index_t const width = held_states(plan, r).state_width(), sequences = plan.sharding.batch().sequences();
     if (to.dfinal.data()) require_shape(where, "dfinal", to.dfinal, sequences, width, here);
     if (to.dinitial.data()) require_shape(where, "dinitial", to.dinitial, sequences, width, here);
     operand const dout("dout", to.dout.data()), dfinal("dfinal", to.dfinal), dinitial("dinitial", to.dinitial);
@@ -161,8 +189,17 @@ void run_recurrence_backward(carry_plan<How, S> const& plan, R const& r, Tensors
     read.insert(read.end(), saved.begin(), saved.end());
     require_apart(where, gradients, read, here);
     require_apart(where, {dinitial}, {dfinal}, here, in_place::yes);
+}
+
+template <class Local, carry_kind How, any_sharding S, class R, class Tensors, class Gradients, class Memory>
+void run_recurrence_backward(carry_plan<How, S> const& plan, R const& r, Tensors const& t, Gradients const& to,
+                             Memory& memory, caller here) {
+    using T = typename Tensors::state;
+    std::string const name = backward_name(r);
+    char const* const where = name.c_str();
+    state_shape const shape = held_states(plan, r);
     Local local(where, plan, r, t, to, memory, here);
-    memory.prepare(plan, shape, here);
+    memory.prepare(plan, shape, recurrence_arguments(r), here);
     recurrence_pass<T, Local, Memory> pass(plan, shape, side::after, to.dfinal, to.dinitial, t.saved->starts.data(),
                                            t.saved->maps.data(), local, memory);
     typename Memory::template buffer<T> maps;
@@ -171,7 +208,7 @@ void run_recurrence_backward(carry_plan<How, S> const& plan, R const& r, Tensors
     pass.without_tokens();
 }
 
-/// The same of tensors in the host's memory.
+/// The same of tensors in the host's memory, of which all fits.
 template <carry_kind How, any_sharding S, class R, class T, std::size_t N, class Comm>
 void recur_on_host(carry_plan<How, S> const& plan, R const& r, recurrence_tensors<T, S, N> const& t, Comm& comm,
                    caller here) {
@@ -210,7 +247,10 @@ void recur(carry_plan<How, S> const& plan, R const& r, recurrence_tensors<T, X, 
     static_assert(models || detail::never<T>,
                   "cpx: recur of what is no model of cpx::recurrence, or has another number of inputs; "
                   "ops/local/recurrence.hpp says what a model has");
-    if constexpr (fits && models) detail::recur_on_host(plan, r, t, comm, here);
+    if constexpr (fits && models) {
+        detail::check_recurrence(plan, r, t, here);
+        detail::recur_on_host(plan, r, t, comm, here);
+    }
 }
 template <class Plan>
 void recur(Plan const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
@@ -242,7 +282,10 @@ void recur_backward(carry_plan<How, S> const& plan, R const& r, recurrence_tenso
     static_assert(models || !made,
                   "cpx: recur_backward of what is no model of cpx::recurrence, or has another number of "
                   "inputs; ops/local/recurrence.hpp says what a model has");
-    if constexpr (fits && same && models) detail::recur_backward_on_host(plan, r, t, to, comm, here);
+    if constexpr (fits && same && models) {
+        detail::check_recurrence_backward(plan, r, t, to, here);
+        detail::recur_backward_on_host(plan, r, t, to, comm, here);
+    }
 }
 template <class Plan>
 void recur_backward(Plan const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},

@@ -8,12 +8,23 @@
 #include <cpx/transport/exchange.hpp>
 
 #include <algorithm>
+#include <array>
+#include <bit>
+#include <concepts>
 #include <type_traits>
 #include <vector>
 
 namespace cpx {
 
 namespace detail {
+
+/// Returns a hash of an element's bytes, for ranks to compare; of elements with bytes that mean nothing none.
+template <class T>
+std::uint64_t hash_of(T const& x) {
+    if constexpr (std::has_unique_object_representations_v<T> || std::same_as<T, float> || std::same_as<T, double>)
+        return mix_all(0, std::bit_cast<std::array<unsigned char, sizeof(T)>>(x));
+    return 0;
+}
 
 template <class T, any_sharding S, class Comm>
 void shift(char const* where, halo_plan<S> const& plan, sharded<T const, S> const& x, sharded<T, S> const& y,
@@ -23,7 +34,7 @@ void shift(char const* where, halo_plan<S> const& plan, sharded<T const, S> cons
     require_apart(where, {{"y", y.data()}}, {{"x", x.data()}}, here);
     auto received = zeros<T>(where, {plan.target_rows, width}, here);
     rows<T> const halo(received.data(), plan.target_rows, width);
-    exchange_rows(plan, x.data(), halo, comm, here, where);
+    exchange_rows(plan, x.data(), halo, comm, here, {where, {0, 0, hash_of(fill)}});
 
     thd const& batch = plan.sharding.batch();
     std::vector<T const*> beside; // the rows on that side of a segment, in the order of tokens
@@ -60,7 +71,8 @@ void shift(char const* where, halo_plan<S> const& plan, sharded<T const, S> cons
 /// x and y: (rows, width) of the plan's sharding, not overlapping. Collective: one exchange of the halo, at most k rows
 /// a segment; none where every rank holds every row.
 ///
-/// Throws `cpx::error` on shapes and shardings that do not fit and on overlapping memory, and what `exchange` throws.
+/// Throws `cpx::error` on shapes and shardings that do not fit and on overlapping memory, if ranks have other values of
+/// `fill`, and what `exchange` throws.
 template <any_sharding S, sharded_like X, sharded_like Y, transport Comm>
 void shift_rows(halo_plan<S> const& plan, X const& x, Y&& y, Comm& comm, element_of<X> fill = {},
                 caller here = caller::here()) {

@@ -4,16 +4,15 @@
 
 #include <cpx/core/element_name.hpp>
 #include <cpx/core/hash.hpp>
-#include <cpx/layout/sharding.hpp>
+#include <cpx/core/thd.hpp>
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cstdint>
-#include <initializer_list>
-#include <memory>
+#include <cstdio>
 #include <string>
 #include <string_view>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -52,6 +51,8 @@ struct identity {
         cu_seqlens, ///< all of them, and valid lengths
         source_hash,
         target_hash,
+        first_argument, ///< of the operator that runs the plan, see `arguments`
+        last_argument = first_argument + 6,
         source_width,
         target_width,
         parameter,
@@ -74,11 +75,29 @@ struct identity {
         "an offset of cu_seqlens after the eighth, or a valid length",
         "source sharding",
         "target sharding",
+        "argument 1",
+        "argument 2",
+        "argument 3",
+        "argument 4",
+        "argument 5",
+        "argument 6",
+        "argument 7",
         "source width",
         "target width",
         "reach",
         "bytes of an element",
         "agreement"};
+
+    /// What an operator is given that moves nowhere, and all ranks must have alike: numbers, words, or the bits of real
+    /// numbers, in an order of its own; 0 where there is none.
+    using arguments = std::array<std::uint64_t, last_argument - first_argument + 1>;
+    /// Returns a word of at most eight letters as such a number.
+    static constexpr std::uint64_t word(std::string_view text) {
+        std::uint64_t letters = 0;
+        for (std::size_t i = 0; i < text.size(); ++i)
+            letters |= std::uint64_t{static_cast<unsigned char>(text[i])} << (8 * i);
+        return letters;
+    }
 
     std::array<char, 64> operation{};
     std::array<char, 80> source{}, target{}, source_settings{}, target_settings{};
@@ -176,7 +195,8 @@ struct identity {
         auto const n = static_cast<std::size_t>(field - texts);
         if (n == source_hash) return source_settings.data();
         if (n == target_hash) return target_settings.data();
-        return std::to_string(numbers[n]);
+        meaning const* const m = meaning_of(static_cast<number>(n));
+        return text_of(numbers[n], m ? m->as : shown::number);
     }
 
     /// Returns "relayout zigzag<4> over sequence -> sequential<4> over sequence", after "agreement on " if it is one.
@@ -187,6 +207,8 @@ struct identity {
 
     /// Says for which operator a plan is run: the operation is then "shift_rows: halo after".
     void run_by(char const* name) { set(operation, name + std::string(": ") + operation.data()); }
+    /// Says what that operator is given.
+    void set_arguments(arguments const& given) { std::ranges::copy(given, numbers.begin() + first_argument); }
 
     /// A text that is too long is cut, and ends in a hash of all of it.
     template <std::size_t N>
@@ -200,200 +222,55 @@ struct identity {
     }
 
 private:
+    enum class shown { number, word, real };
+    /// Different numbers are different texts, by which ranks compare.
+    static std::string text_of(std::uint64_t letters, shown as) {
+        if (as == shown::number || letters == 0) return std::to_string(letters);
+        std::array<char, 32> text{};
+        if (as == shown::real) std::snprintf(text.data(), text.size(), "%.17g", std::bit_cast<double>(letters));
+        for (std::size_t i = 0; as == shown::word && i < 8; ++i) text[i] = static_cast<char>(letters >> (8 * i) & 255);
+        return text.data();
+    }
     /// What a number of an operation is; the parameter of a halo is its reach.
-    char const* name_of(number n) const {
-        struct meaning {
-            std::string_view operation;
-            number of;
-            char const* name;
-        };
+    struct meaning {
+        std::string_view operation;
+        identity::number of;
+        char const* name;
+        shown as = shown::number;
+    };
+    meaning const* meaning_of(number n) const {
+        static constexpr auto argument = [](int i) { return static_cast<number>(first_argument + i); };
+        static constexpr std::array meanings{
+            meaning{"carry", argument(0), "heads of the state"},
+            meaning{"carry", argument(1), "key width of the state"},
+            meaning{"carry", argument(2), "value width of the state"},
+            meaning{"carry", argument(3), "kind of map", shown::word},
+            meaning{"carry", argument(4), "chunk"},
+            meaning{"carry", argument(5), "scale", shown::real},
+            meaning{"carry", argument(6), "norm of q and k", shown::word},
+            meaning{"carry", parameter, "elements of a map"},
+            meaning{"halo", argument(0), "activation", shown::word},
+            meaning{"halo", argument(1), "bias", shown::word},
+            meaning{"halo", argument(2), "fill (hash)"},
+            meaning{"expert_balance", parameter, "over"},
+            meaning{"sum_over_ranks", parameter, "number of values"},
+            meaning{"cached_attention", argument(0), "scale", shown::real},
+            meaning{"cached_attention", source_width, "query heads"},
+            meaning{"cached_attention", target_width, "key heads"},
+            meaning{"cached_attention", parameter, "width of heads or tokens kept (hash)"},
+            meaning{"media counts", parameter, "grids (hash)"},
+            meaning{"gather", parameter, "bytes"},
+            meaning{"broadcast", parameter, "bytes"}};
         std::string_view run = operation.data();
         run.remove_prefix(run.find(": ") == run.npos ? 0 : run.find(": ") + 2); // for whom
-        for (meaning const m : {meaning{"carry", parameter, "elements of a map"},
-                                {"expert_balance", parameter, "over"},
-                                {"sum_over_ranks", parameter, "number of values"},
-                                {"cached_attention", source_width, "query heads"},
-                                {"cached_attention", target_width, "key heads"},
-                                {"cached_attention", parameter, "width of heads or tokens kept (hash)"},
-                                {"media counts", parameter, "grids (hash)"},
-                                {"gather", parameter, "bytes"},
-                                {"broadcast", parameter, "bytes"}})
-            if (n == m.of && run.starts_with(m.operation)) return m.name;
-        return number_names[n];
+        auto const found =
+            std::ranges::find_if(meanings, [&](meaning const& m) { return n == m.of && run.starts_with(m.operation); });
+        return found == meanings.end() ? nullptr : &*found;
+    }
+    char const* name_of(number n) const {
+        meaning const* const m = meaning_of(n);
+        return m ? m->name : number_names[n];
     }
 };
-
-namespace detail {
-
-template <any_sharding S>
-std::string const& sharding_name() {
-    static std::string const name = [] {
-        if constexpr (requires { typename S::layout_type; })
-            return std::string(type_name<typename S::layout_type>()) +
-                   (S::cuts == scope::sequence ? " over sequence, " : " over batch, ") +
-                   std::string(type_name<typename S::cut_type>());
-        else
-            return std::string(type_name<S>());
-    }();
-    return name;
-}
-
-/// Is given the settings of a sharding one after the other: hashes them, lists them if there is a list, and says of the
-/// setting at `named` what it is.
-struct setting_reader {
-    std::vector<index_t>* list = nullptr;
-    index_t named = -1;
-    std::string name = {};
-    std::uint64_t hash = 0;
-
-    /// `what` has a # where each of the numbers belongs: "owner of chunk #".
-    void operator()(index_t number, char const* what, std::initializer_list<index_t> of = {}) {
-        hash = mix(hash, static_cast<std::uint64_t>(number));
-        if (!list) return;
-        if (std::ssize(*list) == named) {
-            name.clear();
-            for (auto next = of.begin(); *what; ++what)
-                name += *what == '#' ? std::to_string(*next++) : std::string(1, *what);
-        }
-        list->push_back(number);
-    }
-};
-
-/// Lets `read` read all that types do not tell: run-time sizes, owners, cuts, sections.
-template <any_sharding S>
-setting_reader read_settings(S const& s, setting_reader read = {}) {
-    read(s.ranks(), "ranks");
-    for (index_t i = 0; section const& group : s.sections()) {
-        read(group.heads, "heads of section #", {i});
-        read(group.width, "width of section #", {i});
-        ++i;
-    }
-    if constexpr (!requires { typename S::layout_type; }) { // other shardings are known by their rows
-        for (int rank = 0; rank < s.ranks(); ++rank) {
-            read(s.rows(rank), "rows of rank #", {rank});
-            if constexpr (!S::every_row)
-                s.for_each_piece(rank, [&, i = index_t{0}](range piece) mutable {
-                    read(piece.first, "first row of piece # of rank #", {i++, rank});
-                });
-        }
-    } else {
-        constexpr bool one_layout = layout<typename S::layout_type>; // a length rule is known by its answers
-        for (index_t i = 0; i < (one_layout ? 1 : s.runs()); ++i) {
-            auto const l = layout_at(s.policy(), s.runs() > 0 ? s.run(i).size() : 0);
-            read(l.chunks(), one_layout ? "chunks" : "chunks of run #", {i});
-            for (int c = 0; c < l.chunks(); ++c)
-                read(l.owner(c), one_layout ? "owner of chunk #" : "owner of chunk # of run #", {c, i});
-        }
-        if constexpr (requires { s.cut().unit(); } && ascends<typename S::cut_type>)
-            read(s.cut().unit(), "unit");
-        else if constexpr (!ascends<typename S::cut_type>) // a user's cut is known by its answers
-            for (index_t t = 1; t < index_t{1} << 32; t *= 2)
-                read(s.cut().snap(s.cut().begin(1, 3, 3 * t), 3 * t), "begin of chunk 1 of 3 in # tokens", {3 * t});
-    }
-    return read;
-}
-
-/// Whether the numbers above follow from the type alone.
-template <class S>
-inline constexpr bool settled = false;
-template <static_layout L, scope Scope, cut Cut>
-inline constexpr bool settled<sharding<L, Scope, Cut>> = std::is_empty_v<Cut>;
-
-/// Hashes the numbers above; those of a type once.
-template <any_sharding S>
-std::uint64_t sharding_hash(S const& s) {
-    if constexpr (settled<S>) {
-        static std::uint64_t const hash = read_settings(s).hash;
-        return hash;
-    } else {
-        return read_settings(s).hash;
-    }
-}
-
-/// Tells in at most 79 characters what `hash` sums up: `text`, if that is `whole`, or its beginning and the hash.
-inline std::string cut_settings(std::string text, bool whole, std::uint64_t hash) {
-    if (whole && text.size() < 80) return text;
-    if (text.size() > 40) text = text.substr(0, text.rfind(' ', 40)) + " ...";
-    return text + (text.empty() ? "" : ", ") + "hash " + std::to_string(hash);
-}
-
-inline std::string section_settings(std::span<section const> sections) {
-    std::string text;
-    for (section const& group : sections)
-        text += (text.empty() ? "" : ", ") + std::to_string(group.heads) + " heads of " + std::to_string(group.width);
-    return text;
-}
-
-/// Tells the settings of a sharding, whose hash is the one above.
-template <any_sharding S>
-std::string sharding_settings(S const& s, std::uint64_t hash) {
-    std::string text = section_settings(s.sections());
-    if constexpr (requires { typename S::layout_type; }) {
-        using L = typename S::layout_type;
-        if constexpr (requires { s.cut().unit(); } && ascends<typename S::cut_type>)
-            text += (text.empty() ? "unit " : ", unit ") + std::to_string(s.cut().unit());
-        if constexpr (layout<L> && !std::is_empty_v<L>) { // an empty type has its owners in its name
-            text += text.empty() ? "owners" : ", owners";
-            for (int c = 0; c < s.policy().chunks() && text.size() < 80; ++c)
-                text += ' ' + std::to_string(s.policy().owner(c));
-        }
-        return cut_settings(text, layout<L> && ascends<typename S::cut_type>, hash);
-    } else {
-        return cut_settings(text, S::every_row, hash); // its sections are all of a sharding by heads
-    }
-}
-
-/// Where settings that an identity cuts short can be read. A plan is the same with it and without.
-struct settings {
-    struct source {
-        virtual ~source() = default;
-        virtual setting_reader read(setting_reader reader) const = 0;
-    };
-    std::shared_ptr<source const> from = {};
-    friend bool operator==(settings const&, settings const&) { return true; }
-};
-
-/// What an identity says of one sharding; `all`: its settings, but none if the text is all of them.
-struct identity_end {
-    std::string const& name;
-    std::uint64_t hash;
-    std::string text;
-    settings all = {};
-};
-template <any_sharding S>
-identity_end end_of(S const& s) {
-    struct source final : settings::source {
-        explicit source(S const& of) : sharding(of) {}
-        setting_reader read(setting_reader reader) const override { return read_settings(sharding, std::move(reader)); }
-        S sharding;
-    };
-    std::uint64_t const hash = sharding_hash(s);
-    identity_end end{sharding_name<S>(), hash, sharding_settings(s, hash)};
-    if (identity::cut_short(end.text)) end.all.from.reset(static_cast<settings::source const*>(new source(s)));
-    return end;
-}
-
-/// Returns the identity of a plan of a batch from one sharding to another.
-inline identity identify(std::string_view operation, identity_end const& from, identity_end const& to, int ranks,
-                         thd const& batch, index_t parameter = 0) {
-    identity id;
-    identity::set(id.operation, operation);
-    identity::set(id.source, from.name);
-    identity::set(id.target, to.name);
-    identity::set(id.source_settings, from.text);
-    identity::set(id.target_settings, to.text);
-    id[identity::ranks] = static_cast<std::uint64_t>(ranks);
-    id[identity::source_hash] = from.hash;
-    id[identity::target_hash] = to.hash;
-    id[identity::parameter] = static_cast<std::uint64_t>(parameter);
-    id.set_batch(batch);
-    return id;
-}
-template <any_sharding A, any_sharding B>
-identity identify(std::string_view operation, A const& from, B const& to, index_t parameter = 0) {
-    return identify(operation, end_of(from), end_of(to), from.ranks(), from.batch(), parameter);
-}
-
-} // namespace detail
 
 } // namespace cpx

@@ -3,7 +3,7 @@
 #pragma once
 
 #include <cpx/core/size.hpp>
-#include <cpx/plan/identity.hpp>
+#include <cpx/plan/identify.hpp>
 #include <cpx/plan/run_list.hpp>
 
 #include <algorithm>

@@ -94,11 +94,20 @@ void exchange_sum(plan const& p, identity const& id, rows<A> const& from, rows<B
     }
 }
 
+/// The function whose exchange it is, which errors name, and other ranks, too; and what that is given beside tensors.
+struct run_for {
+    char const* by;
+    identity::arguments given = {};
+    run_for(char const* function = "exchange", identity::arguments const& alike = {}) : by(function), given(alike) {}
+};
+
 template <class A, class B, transport Comm>
-void run_plan(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller here, char const* by) {
+void run_plan(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller here, run_for const& of) {
+    char const* const by = of.by;
     identity id = p.id.for_elements<B>(from.width());
     std::string_view const function = by, operation = id.operation.data();
     if (function != "exchange" && !operation.starts_with(function.substr(0, function.find("::")))) id.run_by(by);
+    if (of.given != identity::arguments{}) id.set_arguments(of.given);
     if (!p.local) agree(comm, id, p, here, by);
 
     if (p.kind == flow::sums || !p.covers_target())
@@ -109,14 +118,14 @@ void run_plan(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller here, 
     exchange_messages(p, id, from, parcels<std::byte>(p.receives, to), comm, here, by);
 }
 template <class A, class B, device_transport Comm>
-void run_plan(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller here, char const*) {
+void run_plan(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller here, run_for const&) {
     comm.exchange(p, rows<B const>(from), to, here);
 }
 
-/// `by`: the function whose exchange it is, which errors name, and other ranks, too.
 template <class A, class B, class Comm>
-void exchange_rows(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller here, char const* by = "exchange") {
+void exchange_rows(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller here, run_for const& of = {}) {
     if constexpr (checked_element<B>::value) {
+        char const* const by = of.by;
         require_own(by, "rank of the plan", p.rank, p.ranks(), comm.rank(), comm.ranks(), here);
         check_buffers(by, from, {p.source_rows, p.source_width}, to, {p.target_rows, p.target_width}, here);
         require(p.target_width != 0 || to.width() == from.width(), by, "width of the target", from.width(), to.width(),
@@ -124,7 +133,7 @@ void exchange_rows(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller h
         constexpr bool addable = requires(B sum, B const term) { sum += term; };
         require(addable || p.kind != flow::sums, by, "elements of a plan that sums",
                 "a type with +=", std::string(type_name<B>()), here);
-        run_plan(p, from, to, comm, here, by);
+        run_plan(p, from, to, comm, here, of);
     }
 }
 

@@ -13,6 +13,16 @@
 
 namespace cpx {
 
+namespace detail {
+
+/// Returns what is known of a convolution that prepares itself for one call.
+template <class X, class T>
+cuda::conv_exchange_options options_of_call(X const& x, activation act, std::span<T const> bias) {
+    return {.x_stride = x.data().stride(), .alike = convolution_arguments(act, bias)};
+}
+
+} // namespace detail
+
 /// Computes `y_t = activation(bias + sum_j weight_j x_{t-K+1+j})` of tensors on devices, in the communicator's stream.
 ///
 /// Arguments as for tensors on the host; weight: rows, bias: a list in device memory, of x's elements. Sequences begin
@@ -33,7 +43,7 @@ void causal_conv1d(halo_plan<S> const& plan, X const& x, rows<element_of<Y> cons
         require(from.memory() == comm.memory(), "causal_conv1d", "memory of x", "the communicator's, in its stream",
                 "another", here);
         auto by = std::make_unique<cuda::conv_exchange<element_of<Y>, S>>(
-            plan, from.data().width(), comm, cuda::conv_exchange_options{.x_stride = from.data().stride()}, here);
+            plan, from.data().width(), comm, detail::options_of_call(from, act, bias), here);
         cuda::causal_conv1d(*by, from, weight, bias, act, y, here);
         comm.keep(std::move(by), here);
     }
@@ -41,18 +51,13 @@ void causal_conv1d(halo_plan<S> const& plan, X const& x, rows<element_of<Y> cons
 
 namespace detail {
 
-/// Adds to dweight and dbias in the order of the batch. Collective: of whole sequences of x and dy some channels go to
-/// every rank.
+/// Adds to dweight and dbias, which have been checked, in the order of the batch. Collective: of whole sequences of x
+/// and dy some channels go to every rank.
 template <class T, any_sharding S, class Comm>
 void convolve_backward_by_row(sharded<T const, S, cuda::memory> const& x, rows<T const> weight, std::span<T const> bias,
                               activation act, sharded<T const, S, cuda::memory> const& dy, rows<float> dweight,
                               std::span<float> dbias, Comm& comm, caller here) {
     index_t const channels = x.data().width();
-    require_shape("causal_conv1d_backward", "weight", weight, channels, weight.width(), here);
-    if (dweight.data()) require_shape("causal_conv1d_backward", "dweight", dweight, channels, weight.width(), here);
-    for (index_t const size : {std::ssize(bias), std::ssize(dbias)})
-        require(size == 0 || size == channels, "causal_conv1d_backward", "size of bias and of dbias", channels, size,
-                here);
     weight_sums<S> const sums(x.sharding(), x.rank(), sum_order::by_row, here);
     auto const all_x = sums.share(x, channels, comm, here), all_dy = sums.share(dy, channels, comm, here);
     range const own = all_x.share;
@@ -84,19 +89,19 @@ void causal_conv1d_backward(halo_plan<S> const& before, halo_plan<A> const& afte
                         "with halo(x.sharding(), ...) and dy and dx of the same sharding");
     static_assert(same, "cpx: causal_conv1d_backward wants x and dy of the gradients' elements");
     if constexpr (fits && same) {
-        auto const from = x.view();
+        sharded<T const, S, cuda::memory> const from = x.view(), of_y = dy.view();
         require(from.memory() == comm.memory(), "causal_conv1d_backward", "memory of x",
                 "the communicator's, in its stream", "another", here);
         rows<float> const dweight = to.dweight.of_width(before.reach + 1);
-        bool const by_row = to.order == sum_order::by_row;
-        if (by_row && (dweight.data() || !to.dbias.empty()))
-            detail::convolve_backward_by_row<T, S>(from, weight, bias, act, dy.view(), dweight, to.dbias, comm, here);
-        auto by = std::make_unique<cuda::conv_exchange<T, S>>(
-            before, after, from.data().width(), comm, cuda::conv_exchange_options{.x_stride = from.data().stride()},
-            here);
-        cuda::causal_conv1d_gradients<T, S> local{to.dx};
-        if (!by_row) local.dweight = dweight, local.dbias = to.dbias;
-        cuda::causal_conv1d_backward(*by, from, weight, bias, act, dy.view(), local, here);
+        auto by = std::make_unique<cuda::conv_exchange<T, S>>(before, after, from.data().width(), comm,
+                                                              detail::options_of_call(from, act, bias), here);
+        auto checked =
+            cuda::detail::check_convolve_backward(*by, from, weight, bias, act, of_y, {to.dx, dweight, to.dbias}, here);
+        if (to.order == sum_order::by_row && (dweight.data() || !to.dbias.empty())) {
+            detail::convolve_backward_by_row<T, S>(from, weight, bias, act, of_y, dweight, to.dbias, comm, here);
+            checked.leave_out_sums();
+        }
+        cuda::detail::convolve_backward(*by, from.data(), act, checked, here);
         comm.keep(std::move(by), here);
     }
 }

@@ -17,8 +17,9 @@ namespace cpx::cuda {
 
 /// What a `conv_exchange` is made for beside its first batch.
 struct conv_exchange_options {
-    index_t x_stride = 0; ///< elements from row to row of x, 0 for dense
-    capacity most = {};   ///< the largest batch that a call may have later; none: all are the first one
+    index_t x_stride = 0;           ///< elements from row to row of x, 0 for dense
+    capacity most = {};             ///< the largest batch that a call may have later; none: all are the first one
+    identity::arguments alike = {}; ///< what all calls have, if that is known now, for ranks to compare
 };
 
 /// What convolutions of elements T on sharding S need of one rank: plans, exchanges and device memory. Made once a
@@ -26,7 +27,7 @@ struct conv_exchange_options {
 ///
 /// Belongs to the communicator, which outlives it, and to its stream. Calls are collective, in the same order on all
 /// ranks. No call leaves anything in it for another one: layers may come in any order, and the forward as often as
-/// activations are recomputed.
+/// activations are recomputed. Activation and bias are each call's own, and ranks do not compare them.
 template <gpu_number T, any_sharding S>
 class conv_exchange {
 public:
@@ -89,7 +90,8 @@ public:
 private:
     conv_exchange(halo_plan<S> const& before, halo_plan<S> const* after, index_t channels, communicator& comm,
                   conv_exchange_options const& of, caller here)
-        : comm_(comm), sharding_(compared(before, channels, comm, after ? "halo before and after" : "halo", here)),
+        : comm_(comm),
+          sharding_(compared(before, channels, comm, after ? "halo before and after" : "halo", of.alike, here)),
           first_(sharding_), later_(of.most.rows > 0),
           beside_(later_ ? cpx::detail::most_beside(before.sharding, before.reach, of.most, here) : 0),
           plan_(before, after, {of.most.rows, later_ ? cpx::detail::most_segments(before.sharding, of.most, here) : 0},
@@ -108,7 +110,7 @@ private:
     /// Lets the ranks compare their plans, once for all exchanges: the plan of rows after follows from that of rows
     /// before. Returns the sharding.
     static S const& compared(halo_plan<S> const& before, index_t channels, communicator& comm, char const* operation,
-                             caller here) {
+                             identity::arguments const& alike, caller here) {
         char const* const where = "cuda::conv_exchange";
         int const device = comm.nccl_communicator().device();
         cpx::detail::require_own(where, "rank of the plan", before.rank, before.ranks(), comm.rank(), comm.ranks(),
@@ -118,6 +120,7 @@ private:
         if (before.local) return before.sharding;
         identity id = before.id.template for_elements<T>(channels);
         identity::set(id.operation, operation);
+        id.set_arguments(alike);
         detail::agree(comm.nccl_communicator(), id, before, here);
         return before.sharding;
     }
@@ -178,21 +181,49 @@ void convolve(conv_exchange<T, S>& by, rows<T const> x, rows<W> weight, std::typ
     launch_forward(by.plan(), call, act, by.stream(), here);
 }
 
-/// Computes gradients from this rank's `dy`, which is rows or parts.
+/// A backward of which all has been checked: what its kernels are given, and where they write.
+template <class T, class Call>
+struct checked_backward {
+    Call call;
+    causal_conv1d_gradients<T> to;
+
+    void leave_out_sums() {
+        call.out.sums = nullptr;
+        to.dweight = {}, to.dbias = {};
+    }
+};
+
+/// Checks a backward from this rank's `dy`, which is rows or parts. Nothing moves.
 template <class T, any_sharding S, class W, class Dy>
-void convolve_backward(conv_exchange<T, S>& by, rows<T const> x, rows<W> weight,
-                       std::type_identity_t<std::span<W const>> bias, activation act, Dy const& dy,
-                       causal_conv1d_gradients<T, S> const& to, caller here) {
+auto check_convolve_backward(conv_exchange<T, S> const& by, sharded<T const, S, memory> const& x, rows<W> weight,
+                             std::type_identity_t<std::span<W const>> bias, activation act, Dy const& dy,
+                             std::type_identity_t<causal_conv1d_gradients<T, S>> const& to, caller here) {
     char const* const where = "cuda::causal_conv1d_backward";
+    require_of(where, "x", by, x, here);
     require_of(where, "dx", by, to.dx, here);
     causal_conv1d_gradients<T> const local{to.dx.data(), to.dweight, to.dbias, by.workspace()};
     cpx::detail::require_activation(where, act, here);
-    auto const call =
-        check_backward<T>(by.plan(), x, by.halo(), weight, bias, dy, by.edge(), by.dz_halo(), local, here);
+    auto call =
+        check_backward<T>(by.plan(), x.data(), by.halo(), weight, bias, dy, by.edge(), by.dz_halo(), local, here);
+    return checked_backward<T, decltype(call)>{call, local};
+}
+template <class T, any_sharding S, class W>
+auto check_convolve_backward(conv_exchange<T, S> const& by, sharded<T const, S, memory> const& x, rows<W> weight,
+                             std::type_identity_t<std::span<W const>> bias, activation act,
+                             sharded<T const, S, memory> const& dy,
+                             std::type_identity_t<causal_conv1d_gradients<T, S>> const& to, caller here) {
+    require_of("cuda::causal_conv1d_backward", "dy", by, dy, here);
+    return check_convolve_backward(by, x, weight, bias, act, dy.data(), to, here);
+}
+
+/// Computes gradients.
+template <class T, any_sharding S, class Call>
+void convolve_backward(conv_exchange<T, S>& by, rows<T const> x, activation act, checked_backward<T, Call> const& of,
+                       caller here) {
     by.exchange_halo(x, here);
-    launch_edge(by.plan(), call.given, call.out.dy, act, by.edge(), by.stream(), here);
+    launch_edge(by.plan(), of.call.given, of.call.out.dy, act, by.edge(), by.stream(), here);
     by.exchange_edge(here);
-    launch_backward(by.plan(), call, act, local, by.stream(), here);
+    launch_backward(by.plan(), of.call, act, of.to, by.stream(), here);
 }
 
 } // namespace detail
@@ -269,9 +300,8 @@ void causal_conv1d_backward(conv_exchange<T, S>& by, X const& x, rows<W> weight,
     if constexpr (fits && same) {
         sharded<T const, S, memory> const from = x.view(), of_y = dy.view();
         by.set(from.sharding(), here);
-        detail::require_of("cuda::causal_conv1d_backward", "x", by, from, here);
-        detail::require_of("cuda::causal_conv1d_backward", "dy", by, of_y, here);
-        detail::convolve_backward(by, from.data(), weight, bias, act, of_y.data(), to, here);
+        auto const checked = detail::check_convolve_backward(by, from, weight, bias, act, of_y, to, here);
+        detail::convolve_backward(by, from.data(), act, checked, here);
     }
 }
 
@@ -289,8 +319,8 @@ void causal_conv1d_backward(conv_exchange<T, S>& by, X const& x, rows<W> weight,
     if constexpr (fits) {
         sharded<T const, S, memory> const from = x.view();
         by.set(from.sharding(), here);
-        detail::require_of("cuda::causal_conv1d_backward", "x", by, from, here);
-        detail::convolve_backward(by, from.data(), weight, bias, act, dy, to, here);
+        auto const checked = detail::check_convolve_backward(by, from, weight, bias, act, dy, to, here);
+        detail::convolve_backward(by, from.data(), act, checked, here);
     }
 }
 template <class By>

@@ -168,6 +168,7 @@ void gated_delta_rule(carry_plan<How, S> const& plan, delta_rule_tensors<T, X, c
         detail::device_tensors const of{detail::device_inputs(t, keys), t.o.view(), t.initial, t.final, t.saved};
         detail::device_gated_delta<T> const r(heads, options);
         using local = detail::device_forward<detail::device_gated_delta<T>, std::remove_const_t<decltype(of)>>;
+        detail::check_recurrence(plan, r, of, here);
         detail::run_recurrence<local>(plan, r, of, by, here);
     }
 }
@@ -203,6 +204,7 @@ void gated_delta_rule_backward(carry_plan<How, S> const& plan, delta_rule_tensor
         detail::device_gated_delta<T> const r(heads, options);
         using local = detail::device_backward<detail::device_gated_delta<T>, std::remove_const_t<decltype(of)>,
                                               std::remove_const_t<decltype(gradients)>>;
+        detail::check_recurrence_backward(plan, r, of, gradients, here);
         detail::run_recurrence_backward<local>(plan, r, of, gradients, by, here);
         keys.back(to.dq.data(), to.dk.data());
     }

@@ -47,6 +47,7 @@ public:
     explicit device_head_decay(head_decay_attention const& of) : of_(of) {}
     auto states() const { return of_.states(); }
     auto inputs() const { return of_.inputs(); }
+    auto settings() const { return of_.settings(); }
     void check(char const* where, caller here) const { check_sizes(where, of_.heads, of_.options.chunk, here); }
     template <any_sharding S>
     void check_heads(char const* where, S const& sharding, bool backward, caller here) const {
@@ -138,6 +139,7 @@ void recur(carry_plan<How, S> const& plan, head_decay_attention const& r, head_d
         auto const of = detail::head_decay_given(t);
         using model = detail::device_head_decay<T>;
         using local = detail::device_forward<model, std::remove_const_t<decltype(of)>>;
+        detail::check_recurrence(plan, model(r), of, here);
         detail::run_recurrence<local>(plan, model(r), of, by, here);
     }
 }
@@ -168,6 +170,7 @@ void recur_backward(carry_plan<How, S> const& plan, head_decay_attention const& 
         using model = detail::device_head_decay<T>;
         using local =
             detail::device_backward<model, std::remove_const_t<decltype(of)>, std::remove_const_t<decltype(gradients)>>;
+        detail::check_recurrence_backward(plan, model(r), of, gradients, here);
         detail::run_recurrence_backward<local>(plan, model(r), of, gradients, by, here);
     }
 }

@@ -11,11 +11,13 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <string>
 #include <vector>
 
 namespace cpx::cuda {
 
-/// What recurrences need to hand states on between GPUs: made once, for every layer and batch of one kind of carry.
+/// What recurrences need to hand states on between GPUs: made once, for every layer and batch of one kind of carry,
+/// whose states and maps are as large.
 ///
 /// An operator that is given one instead of a communicator only enqueues its work, from its second call on. Belongs to
 /// the communicator, which outlives it; calls are collective, in the same order on all ranks.
@@ -30,30 +32,41 @@ public:
     cuda::memory const& memory() const { return comm_.memory(); }
     cudaStream_t stream() const { return comm_.stream(); }
 
-    /// Gets ready for all exchanges of a plan, unless the last one was of that batch. Collective the first time: ranks
-    /// compare the plans and connect; later it enqueues only, see `exchange::set`. Throws `cpx::error` if they differ,
-    /// and if plan and communicator, or what it was prepared for, do not fit.
+    /// Gets ready for all exchanges of a plan, unless the last one was of that batch and recurrence. `alike`: what all
+    /// ranks have of the recurrence. Collective the first time: ranks compare plans and recurrences, and connect; later
+    /// it enqueues only, see `exchange::set`. Throws `cpx::error` if they differ, and if plan and communicator, or what
+    /// it was prepared for, do not fit.
     template <carry_kind How, any_sharding S>
-    void prepare(carry_plan<How, S> const& plan, state_shape const& shape, caller here = caller::here()) {
+    void prepare(carry_plan<How, S> const& plan, state_shape const& shape, identity::arguments const& alike,
+                 caller here = caller::here()) {
         using kind = cpx::detail::moved<carry_plan<How, S>>;
-        cpx::detail::require_own("cuda::state_exchange", "rank of the plan", plan.rank, plan.sharding.ranks(),
-                                 comm_.rank(), comm_.ranks(), here);
+        char const* const where = "cuda::state_exchange";
+        cpx::detail::require_own(where, "rank of the plan", plan.rank, plan.sharding.ranks(), comm_.rank(),
+                                 comm_.ranks(), here);
         carry_widths const widths{shape.state_width(), shape.map_width()};
-        auto const batch = plan.id.fingerprint();
+        identity id = plan.id;
+        id.set_arguments(alike);
+        auto const batch = id.fingerprint();
         if (plan.steps == 0 || (move_ && batch == batch_)) return;
+        auto const elements = [](carry_widths of) {
+            return [of] { return std::to_string(of.state) + " and " + std::to_string(of.map); };
+        };
+        require(!move_ || widths == widths_, where, "elements of states and maps", elements(widths_), elements(widths),
+                here);
         auto const list = [&](auto&& use) {
             std::vector<cpx::plan> plans; // from the segments before, then from those after
             for (bool const back : {false, true})
                 kind::exchanges(plan, widths, back, [&](std::span<cpx::plan const> more) {
                     plans.insert(plans.end(), more.begin(), more.end());
                 });
+            for (cpx::plan& p : plans) p.id.set_arguments(alike);
             use(std::span<cpx::plan const>(plans));
         };
         if (move_) {
             first_.set_batch(plan.sharding.batch());
-            move_->set(plan.sharding.batch(), first_ == plan.id && widths == widths_, list, here);
+            move_->set(plan.sharding.batch(), first_ == id, list, here);
         } else {
-            first_ = plan.id, widths_ = widths;
+            first_ = id, widths_ = widths;
             auto room = most_.rows > 0 ? kind::room(plan, widths, most_, here) : movement_room{};
             room.runs *= 2;
             list([&](std::span<cpx::plan const> plans) {
@@ -105,7 +118,7 @@ public:
 private:
     communicator& comm_;
     capacity most_;
-    std::uint64_t batch_ = 0; ///< for which it is ready
+    std::uint64_t batch_ = 0; ///< for which, and for which recurrence, it is ready
     identity first_ = {};     ///< of the plan for which it was made
     carry_widths widths_ = {};
     std::unique_ptr<batch_exchange<float>> move_;

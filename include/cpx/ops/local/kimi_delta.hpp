@@ -111,6 +111,9 @@ struct kimi_delta_attention {
                  {"g", heads.value_heads, heads.key_dim},
                  {"beta", heads.value_heads, 1}}};
     }
+    recurrence_settings settings() const {
+        return {options.chunk, detail::query_scale<double>(options.scale, heads.key_dim), options.qk_l2norm};
+    }
     void check(char const* where, caller here) const {
         require(options.chunk >= 1, where, "chunk", "at least 1", options.chunk, here);
     }

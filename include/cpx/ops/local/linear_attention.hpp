@@ -36,6 +36,7 @@ struct linear_attention {
                  {"v", heads.value_heads, heads.value_dim},
                  {"g", heads.value_heads, Decay == map_kind::number ? 1 : heads.key_dim}}};
     }
+    recurrence_settings settings() const { return {options.chunk, scale<double>(), false}; }
     void check(char const* where, caller here) const {
         require(options.chunk >= 1, where, "chunk", "at least 1", options.chunk, here);
     }

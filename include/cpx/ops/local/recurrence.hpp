@@ -29,6 +29,13 @@ struct state_shape {
     constexpr index_t map_width() const { return heads * map_rows() * map_columns(); }
 };
 
+/// What a recurrence has on all ranks alike beside its sizes, for ranks to compare.
+struct recurrence_settings {
+    index_t chunk = 0;       ///< tokens computed at once, on which bits depend
+    double scale = 0;        ///< of the outputs
+    bool normalises = false; ///< whether it divides q and k by their norms
+};
+
 /// An input of a recurrence, (rows, heads * width) over all ranks. Each of its heads is read by as many neighbouring
 /// heads of the state; the gradient of one that several read is the sum of theirs.
 struct recurrence_input {
@@ -53,7 +60,8 @@ using head_inputs = std::array<rows<T>, recurrence_inputs<R>>;
 /// A recurrence S_t = M_t S_{t-1} + E_t with an output (tokens, values) that is linear in the state of its token.
 ///
 /// `states()` and `inputs()` say what it has, over all ranks; `name` is for errors. `check(where, here)`, if it is
-/// there, throws if its parameters are none. The rest is about one head and one segment, whose row 0 is token `first`
+/// there, throws if its parameters are none; `settings()`, if it is there, returns its `recurrence_settings`, in which
+/// ranks must not differ. The rest is about one head and one segment, whose row 0 is token `first`
 /// of its sequence, x its columns of the inputs; views have the shapes that were said, and do not overlap:
 ///
 /// - `forward(x, first, state, o)` makes of the state before the segment the one after it, and writes the outputs.
