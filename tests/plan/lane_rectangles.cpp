@@ -2,6 +2,7 @@
 // The rectangles that a device makes of lanes and cu_seqlens, made by the same functions on the host.
 #include <cpx/plan/lane_rectangles.hpp>
 
+#include <cpx/layout/head_sharded.hpp>
 #include <cpx/layout/sequential.hpp>
 #include <cpx/layout/striped.hpp>
 #include <cpx/layout/table.hpp>
@@ -64,13 +65,13 @@ bool check(cpx::plan const& p, cpx::lane_plan const& lanes, tables::row_shapes c
     std::vector<tables::rectangle> list;
     auto const expected = tables::tables_of(tables::listed_rectangles(p, shape, list), {});
 
-    std::vector<tables::rectangle> by_lanes(2 * (lanes.sends.size() + lanes.receives.size()) *
-                                            static_cast<std::size_t>(p.batch.sequences()));
+    std::vector<tables::rectangle> by_lanes(2 * (lanes.sends.size() + lanes.receives.size() + 8) * 8 *
+                                            static_cast<std::size_t>(p.batch.sequences() + 1));
     index_t told = 0;
-    tables::lane_tables made(p.batch, shape, by_lanes.data());
+    tables::lane_tables made(p.batch, by_lanes.data());
     tables::lane_work all_work{.lanes = {{}}, .cells = {{}}, .numbers = {{&told, 7, 1, 0}}}; // of another exchange
     for (int before = 0; before < 2; ++before) { // the second of two plans: what it has does not begin at 0
-        if (!made.next(lanes)) return false;
+        if (!made.next(lanes, shape)) return false;
         CHECK(made.rows(true) == p.source_rows);
         CHECK(made.rows(false) == p.target_rows);
         auto const got = tables::tables_of(made, {});
@@ -86,6 +87,7 @@ bool check(cpx::plan const& p, cpx::lane_plan const& lanes, tables::row_shapes c
                 total += n;
                 return index_t{0};
             });
+        for (int i = 0; i < all.known; ++i) *all.all_known()[i].to = all.all_known()[i].of;
         CHECK(got.packed == expected.packed);
         CHECK(got.unpacked == expected.unpacked);
         auto const count = static_cast<std::size_t>(made.rectangles());
@@ -115,25 +117,32 @@ void check_room(Plan const& p, typename cpx::detail::moved<Plan>::width width, s
     CHECK(std::ssize(list) <= sizes.rectangles);
 }
 
-/// Checks one kind of plan, there and back. Returns how many batches lanes told.
+/// Checks one kind of plan, there and back, with the lanes of another one, of `first`. Returns how many batches lanes
+/// told.
 template <class Plan>
-int check(Plan const& p, typename cpx::detail::moved<Plan>::width width) {
+int check(Plan const& first, Plan const& p, typename cpx::detail::moved<Plan>::width width) {
     using kind = cpx::detail::moved<Plan>;
     int told = 0;
     for (bool const back : {false, true}) {
         if (back && requires { p.to; } && kind::mirrors(p)) continue; // the same lanes, the other way
-        auto const lanes = kind::lanes(p, width, back);
+        auto const lanes = kind::lanes(first, width, back);
         index_t const w = kind::row_width(width);
         kind::exchanges(p, width, back, [&](std::span<cpx::plan const> plans) {
             check_room(p, width, plans);
             for (std::size_t i = 0; i < plans.size(); ++i) {
                 REQUIRE(lanes.size() >= plans.size());
-                told += check(plans[i], lanes[i], {w, w, w + 8, w, 2});
-                told += check(plans[i], lanes[i], {w, w, w, w, 2});
+                index_t const source = plans[i].source_width ? plans[i].source_width : w,
+                              target = plans[i].target_width ? plans[i].target_width : w;
+                told += check(plans[i], lanes[i], {source, target, source + 8, target, 2});
+                told += check(plans[i], lanes[i], {source, target, source, target, 2});
             }
         });
     }
     return told;
+}
+template <class Plan>
+int check(Plan const& p, typename cpx::detail::moved<Plan>::width width) {
+    return check(p, p, width);
 }
 
 } // namespace
@@ -175,4 +184,51 @@ TEST_CASE("tables made of lanes and cu_seqlens are those of the host's plans, of
     CHECK(edges > 200);
     CHECK(carries > 500);
     CHECK(scans > 500);
+}
+
+TEST_CASE(
+    "tables of relayouts to heads and back, to all ranks, and of batches cut as one, are the host's of any packing") {
+    splitmix numbers(31);
+    int told = 0, expected = 0;
+    for (int round = 0; round < 150; ++round) {
+        int const ranks = static_cast<int>(numbers.between(1, 5)),
+                  rank = static_cast<int>(numbers.between(0, ranks - 1));
+        auto const packing = [&] {
+            std::vector<index_t> list;
+            for (index_t s = numbers.between(0, 9); s > 0; --s)
+                list.push_back(numbers.between(0, 4) == 0 ? 0 : numbers.between(1, 150));
+            return lengths(list);
+        };
+        auto const first = packing(), batch = packing();
+        index_t const groups = numbers.between(1, 8), width = numbers.between(1, 40);
+        std::vector<cpx::section> sections{{groups, 16}, {1, numbers.between(1, 8)}, {groups, 2}}; // some on every rank
+        if (round % 3 == 0) sections = {{2 * groups, 3}};
+        cpx::table const owners(ranks, random_owners(numbers, ranks, 2 * ranks + 1));
+        CAPTURE(ranks);
+        CAPTURE(rank);
+        CAPTURE(groups);
+        CAPTURE(support::text(batch));
+        auto const each = [&](auto const& from, auto const& to) {
+            bool const adds = !cpx::detail::moved<decltype(cpx::relayout(from(batch), to(batch), rank))>::mirrors(
+                cpx::relayout(from(batch), to(batch), rank));
+            told +=
+                check(cpx::relayout(from(first), to(first), rank), cpx::relayout(from(batch), to(batch), rank), width);
+            expected += adds ? 4 : 2;
+        };
+        auto const heads = [&](cpx::thd const& b) { return cpx::head_sharded<>(ranks, b, sections); };
+        auto const all = [&](cpx::thd const& b) { return cpx::replicated<>(ranks, b); };
+        auto const zigzag = [&](cpx::thd const& b) { return cpx::shard(b, cpx::zigzag<>(ranks)); };
+        auto const aligned = [&](cpx::thd const& b) {
+            return cpx::shard(b, cpx::sequential<>(ranks), cpx::aligned<8>{});
+        };
+        auto const striped = [&](cpx::thd const& b) {
+            return cpx::shard<cpx::scope::batch>(b, cpx::striped<cpx::dynamic, 3>(ranks));
+        };
+        auto const dealt = [&](cpx::thd const& b) { return cpx::shard<cpx::scope::batch>(b, owners); };
+        each(zigzag, heads), each(heads, zigzag);
+        each(heads, aligned), each(dealt, heads), each(heads, striped);
+        each(zigzag, all), each(all, striped), each(all, zigzag);
+        each(striped, dealt);
+    }
+    CHECK(told == expected);
 }

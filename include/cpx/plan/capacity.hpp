@@ -4,7 +4,7 @@
 
 #include <cpx/plan/carry.hpp>
 #include <cpx/plan/halo.hpp>
-#include <cpx/plan/relayout.hpp>
+#include <cpx/plan/relayout_lanes.hpp>
 
 #include <algorithm>
 #include <bit>
@@ -121,12 +121,10 @@ struct moved<relayout_plan<From, To>> : moved_at_once<relayout_plan<From, To>> {
         return relayout(std::get<0>(of), std::get<1>(of), p.rank, here);
     }
     static bool mirrors(plan_type const& p) { return p.kind == flow::moves || p.kind == flow::selects; }
-    static std::vector<lane_plan> lanes(plan_type const& p, index_t, bool) {
-        if constexpr (routed<From, To>)
-            if (auto const all = common_cells(p.from, p.to))
-                return {{p.rank, flow::moves, *all, routed_lanes(p.from.policy(), p.rank, p.to.policy()),
-                         routed_lanes(p.to.policy(), p.rank, p.from.policy())}};
-        return {};
+    static std::vector<lane_plan> lanes(plan_type const& p, index_t, bool back) {
+        auto made = relayout_lanes(p.from, p.to, p);
+        if (!made) return {};
+        return {back ? made->transposed(p.plan::transposed().kind) : std::move(*made)};
     }
     static movement_room room(plan_type const& p, index_t, capacity const& most, caller here) {
         auto const runs = [&](auto const& s) { return std::min(most.rows, most_runs(s, most, here)); };
