@@ -5445,12 +5445,35 @@ detail::refused relayout(X const&, detail::any = {}, detail::any = {}, detail::a
 
 namespace cpx::detail {
 
-/// Returns the columns of a rank's messages at one end, of every peer. `width`: of a local row, elements.
-inline lane_columns columns_of_all(message_columns const& columns, index_t width) {
-    lane_columns all{width};
-    for (int peer = 0; peer < columns.from.ranks; ++peer) all.of.push_back(columns.of(peer));
-    return all;
-}
+/// The columns of a rank's messages of a relayout, of every batch; where rows move whole, one that stands for all.
+class relayout_columns {
+public:
+    template <any_sharding From, any_sharding To>
+    relayout_columns(From const& from, To const& to, int rank)
+        : sections_(common_sections(from, to)), held_(from, sections_), needed_(to, sections_), rank_(rank) {}
+
+    /// Returns those of the message to a peer, or from it.
+    std::vector<run> of(int peer, bool out) const {
+        return message_columns{held_, needed_, rank_, out, false}.of(peer);
+    }
+    /// Returns those of one end. `width`: of a local row, elements.
+    lane_columns all(bool out, index_t width) const {
+        lane_columns list{width};
+        for (int peer = 0; peer < held_.ranks; ++peer) list.of.push_back(of(peer, out));
+        return list;
+    }
+
+private:
+    template <any_sharding From, any_sharding To>
+    static std::span<section const> common_sections(From const& from, To const& to) {
+        static constexpr section whole_row;
+        auto const sections = from.sections().empty() ? to.sections() : from.sections();
+        return sections.empty() ? std::span(&whole_row, 1) : sections;
+    }
+    std::span<section const> sections_;
+    head_shares held_, needed_;
+    int rank_;
+};
 
 /// Returns the lanes of a relayout, of every batch; none where they do not tell what moves. Between tokens and what
 /// stands on every rank, a message has all rows of the rank that has the tokens.
@@ -5478,12 +5501,9 @@ std::optional<lane_plan> relayout_lanes(From const& from, To const& to, plan con
     } else {
         return {};
     }
-    auto const sections = from.sections().empty() ? to.sections() : from.sections();
-    constexpr section whole_row; // stands for the sections where rows move whole
-    auto const groups = sections.empty() ? std::span(&whole_row, 1) : sections;
-    head_shares const held(from, groups), needed(to, groups);
-    made.source = columns_of_all({held, needed, p.rank, true, false}, p.source_width);
-    made.target = columns_of_all({held, needed, p.rank, false, false}, p.target_width);
+    relayout_columns const columns(from, to, p.rank);
+    made.source = columns.all(true, p.source_width);
+    made.target = columns.all(false, p.target_width);
     return made;
 }
 
@@ -5507,8 +5527,9 @@ struct carry_widths {
 
 /// What exchanges of any batch take at most.
 struct movement_room {
-    index_t runs = 0; ///< of rows, of all exchanges in one direction
-    index_t rows = 0; ///< that leave a rank, or come, in one exchange
+    index_t runs = 0;     ///< of rows, of all exchanges in one direction
+    index_t elements = 0; ///< that leave a rank, or come, in one exchange
+    index_t columns = 1;  ///< into how many runs of columns messages cut a row
 };
 
 namespace detail {
@@ -5558,18 +5579,52 @@ struct table_sizes {
     index_t rectangles = 0, staged = 0;
 };
 
-/// Returns what tables of any plans take at most that are like `plans` and have `room`: a rectangle for each run of
-/// rows and columns. `width`: elements of a row that moves whole, of `element` bytes each.
-inline table_sizes most_tables(std::span<plan const> plans, movement_room const& room, index_t width, int ranks,
-                               std::size_t element, caller here) {
-    index_t columns = 1, elements = width;
-    for (plan const& p : plans) {
-        elements = std::max({elements, p.source_width, p.target_width});
-        for (auto const* const messages : {&p.sends, &p.receives})
-            for (message const& m : *messages) columns = std::max(columns, std::ssize(m.columns) + 1);
+/// Returns what tables of any plans take at most that have `room`: a rectangle for each run of rows and columns, of
+/// elements of so many bytes.
+inline table_sizes most_tables(movement_room const& room, int ranks, std::size_t element, caller here) {
+    index_t const bytes = product("exchange", "bytes", {room.elements, static_cast<index_t>(element)}, here);
+    return {2 * room.columns * (room.runs + 2 * ranks), bytes + 256 * ranks}; // messages begin at multiples of 256
+}
+
+/// Returns how many of at most `rows` rows of a batch a rank has, at most, of so many sequences.
+template <any_sharding S>
+index_t most_held(S const& s, int rank, index_t rows, index_t sequences) {
+    if constexpr (in_cells<S>) {
+        index_t const runs = S::cuts == scope::batch ? 1 : sequences, unit = unit_of(s), chunks = s.policy().chunks();
+        index_t own = 0, share = rows;
+        for_each_chunk(s.policy(), rank, [&](int) { ++own; });
+        if (runs < rows / unit)
+            share = rows / chunks + 1 + runs * unit; // a chunk is a unit longer than its share, at most
+        if (own == 0 || share <= rows / own) return own * share;
     }
-    index_t const bytes = product("exchange", "bytes", {room.rows, elements, static_cast<index_t>(element)}, here);
-    return {2 * columns * (room.runs + 2 * ranks), bytes + 256 * ranks}; // messages begin at multiples of 256
+    return rows;
+}
+
+/// Returns what relayouts of any batch take at most that lead from one sharding to another. `width`: elements of a row
+/// that moves whole.
+template <any_sharding From, any_sharding To>
+movement_room relayout_room(From const& from, To const& to, int rank, index_t width, capacity const& most,
+                            caller here) {
+    auto const runs = [&](auto const& s) { return std::min(most.rows, most_runs(s, most, here)); };
+    auto const sections = from.sections().empty() ? to.sections() : from.sections();
+    movement_room room{.runs = runs(from) + runs(to), .columns = std::max<index_t>(1, std::ssize(sections))};
+    if constexpr (!From::every_row && !To::every_row) {
+        room.elements = product("movement", "elements", {from.ranks() > 1 ? most.rows : 0, width}, here);
+        return room;
+    }
+    relayout_columns const columns(from, to, rank);
+    auto const elements = [&](auto const& mine, auto const& other, bool out) {
+        index_t widest = 0, all = 0; // of messages
+        for (int peer = 0; peer < mine.ranks(); ++peer) {
+            index_t const own = peer == rank ? 0 : total(columns.of(peer, out)),
+                          shipped = sections.empty() ? own * width : own;
+            widest = std::max(widest, shipped), all += shipped;
+        }
+        if (!other.every_row) return product("movement", "elements", {most.rows, widest}, here); // a row has one holder
+        return product("movement", "elements", {most_held(mine, rank, most.rows, most.sequences), all}, here);
+    };
+    room.elements = std::max(elements(from, to, true), elements(to, from, false));
+    return room;
 }
 
 /// What a movement knows of a kind of plan: what tells a batch from others, the plan of another one, its exchanges in
@@ -5605,9 +5660,8 @@ struct moved<relayout_plan<From, To>> : moved_at_once<relayout_plan<From, To>> {
         if (!made) return {};
         return {back ? made->transposed(p.plan::transposed().kind) : std::move(*made)};
     }
-    static movement_room room(plan_type const& p, index_t, capacity const& most, caller here) {
-        auto const runs = [&](auto const& s) { return std::min(most.rows, most_runs(s, most, here)); };
-        return {runs(p.from) + runs(p.to), most.rows};
+    static movement_room room(plan_type const& p, index_t width, capacity const& most, caller here) {
+        return relayout_room(p.from, p.to, p.rank, width, most, here);
     }
 };
 
@@ -5627,9 +5681,9 @@ struct moved<halo_plan<S>> : moved_at_once<halo_plan<S>> {
         }
         return {};
     }
-    static movement_room room(plan_type const& p, index_t, capacity const& most, caller here) {
+    static movement_room room(plan_type const& p, index_t width, capacity const& most, caller here) {
         index_t const rows = most_beside(p.sharding, p.reach, most, here);
-        return {2 * rows, rows};
+        return {2 * rows, product("movement", "elements", {rows, width}, here)};
     }
 };
 
@@ -5673,8 +5727,8 @@ struct moved<carry_plan<How, S>> {
         index_t const runs = most_segments(p.sharding, most, here); // in each exchange of a scan, in one of a series
         auto const pieces = static_cast<std::size_t>(most_runs(p.sharding, most, here));
         index_t const times = scans ? static_cast<index_t>(std::bit_width(pieces)) : 1;
-        index_t const rows = scans ? (width.state + width.map) / row_width(width) : 1;
-        return {2 * runs * times, product("movement", "rows of states", {runs, rows}, here)};
+        index_t const elements = width.state + (scans ? width.map : 0);
+        return {2 * runs * times, product("movement", "elements of states", {runs, elements}, here)};
     }
 };
 
@@ -7550,9 +7604,9 @@ private:
     }
     /// Throws unless capacity and widths are sizes, and the first batch fits: before anything is prepared.
     capacity const& checked(capacity const& most, caller here) const {
-        static_cast<void>(kind::room(plan_, width_, most, here));
         static_cast<void>(
             detail::product("movement", "elements of a tensor", {kind::row_width(width_), most.rows}, here));
+        static_cast<void>(kind::room(plan_, width_, most, here));
         require_room(now_, most, here);
         return most;
     }

@@ -97,9 +97,11 @@ bool check(cpx::plan const& p, cpx::lane_plan const& lanes, tables::row_shapes c
     return true;
 }
 
-/// Checks that tables of a plan's exchanges in one direction are no more than what a movement of its batch reserves.
+/// Checks that tables of a plan's exchanges in one direction are no more than what a movement made for `first` reserves,
+/// with room for their batch.
 template <class Plan>
-void check_room(Plan const& p, typename cpx::detail::moved<Plan>::width width, std::span<cpx::plan const> plans) {
+void check_room(Plan const& first, Plan const& p, typename cpx::detail::moved<Plan>::width width,
+                std::span<cpx::plan const> plans) {
     using kind = cpx::detail::moved<Plan>;
     auto const of = kind::batch_of(p);
     int const ranks = std::get<0>(of).ranks();
@@ -107,8 +109,8 @@ void check_room(Plan const& p, typename cpx::detail::moved<Plan>::width width, s
     for (int r = 0; r < ranks; ++r)
         most.rows = std::apply([&](auto const&... s) { return std::max({most.rows, s.rows(r)...}); }, of);
     index_t const w = kind::row_width(width);
-    auto const room = kind::room(p, width, most, cpx::caller::here());
-    auto const sizes = tables::most_tables(plans, room, w, ranks, 2, cpx::caller::here());
+    auto const room = kind::room(first, width, most, cpx::caller::here());
+    auto const sizes = tables::most_tables(room, ranks, 2, cpx::caller::here());
     std::vector<tables::rectangle> list;
     for (cpx::plan const& one : plans) {
         auto const t = tables::tables_of(tables::listed_rectangles(one, {w, w, w + 8, w + 8, 2}, list), {});
@@ -128,7 +130,7 @@ int check(Plan const& first, Plan const& p, typename cpx::detail::moved<Plan>::w
         auto const lanes = kind::lanes(first, width, back);
         index_t const w = kind::row_width(width);
         kind::exchanges(p, width, back, [&](std::span<cpx::plan const> plans) {
-            check_room(p, width, plans);
+            check_room(first, p, width, plans);
             for (std::size_t i = 0; i < plans.size(); ++i) {
                 REQUIRE(lanes.size() >= plans.size());
                 index_t const source = plans[i].source_width ? plans[i].source_width : w,
@@ -231,4 +233,16 @@ TEST_CASE(
         each(striped, dealt);
     }
     CHECK(told == expected);
+}
+
+TEST_CASE("a movement to heads reserves what leaves and comes, not all columns of all rows") {
+    int const ranks = 8;
+    index_t const tokens = 32768, width = 8192; // 64 heads of 128
+    cpx::thd const batch({0, tokens});
+    auto const plan =
+        cpx::relayout(cpx::shard(batch, cpx::zigzag<>(ranks)), cpx::head_sharded<>(ranks, batch, {{64, 128}}), 3);
+    auto const room =
+        cpx::detail::moved<std::remove_const_t<decltype(plan)>>::room(plan, width, {tokens, 64}, cpx::caller::here());
+    CHECK(room.elements >= plan.sent_elements(0));
+    CHECK(room.elements <= tokens / ranks * width * 8 / 7); // of its own rows all columns, or of all rows its own
 }

@@ -62,8 +62,8 @@ public:
         auto made = make(plans, here);
         if (!plans.empty() && !plans[0].local)
             detail::agree(comm, plans[0].id.template for_elements<T>(width), plans[0], here);
-        auto most = of.room ? cpx::detail::most_tables(plans, *of.room, width, comm.ranks(), sizeof(T), here)
-                            : cpx::detail::table_sizes{};
+        auto most =
+            of.room ? cpx::detail::most_tables(*of.room, comm.ranks(), sizeof(T), here) : cpx::detail::table_sizes{};
         most.rectangles = std::max(most.rectangles, std::ssize(made.list));
         most.staged = std::max(most.staged, made.staged);
         list_ = buffer<char>(head() + most.rectangles * static_cast<index_t>(sizeof(kernels::rectangle)), here);

@@ -5,16 +5,40 @@
 #include <cpx/plan/relayout.hpp>
 
 #include <optional>
+#include <span>
 #include <vector>
 
 namespace cpx::detail {
 
-/// Returns the columns of a rank's messages at one end, of every peer. `width`: of a local row, elements.
-inline lane_columns columns_of_all(message_columns const& columns, index_t width) {
-    lane_columns all{width};
-    for (int peer = 0; peer < columns.from.ranks; ++peer) all.of.push_back(columns.of(peer));
-    return all;
-}
+/// The columns of a rank's messages of a relayout, of every batch; where rows move whole, one that stands for all.
+class relayout_columns {
+public:
+    template <any_sharding From, any_sharding To>
+    relayout_columns(From const& from, To const& to, int rank)
+        : sections_(common_sections(from, to)), held_(from, sections_), needed_(to, sections_), rank_(rank) {}
+
+    /// Returns those of the message to a peer, or from it.
+    std::vector<run> of(int peer, bool out) const {
+        return message_columns{held_, needed_, rank_, out, false}.of(peer);
+    }
+    /// Returns those of one end. `width`: of a local row, elements.
+    lane_columns all(bool out, index_t width) const {
+        lane_columns list{width};
+        for (int peer = 0; peer < held_.ranks; ++peer) list.of.push_back(of(peer, out));
+        return list;
+    }
+
+private:
+    template <any_sharding From, any_sharding To>
+    static std::span<section const> common_sections(From const& from, To const& to) {
+        static constexpr section whole_row;
+        auto const sections = from.sections().empty() ? to.sections() : from.sections();
+        return sections.empty() ? std::span(&whole_row, 1) : sections;
+    }
+    std::span<section const> sections_;
+    head_shares held_, needed_;
+    int rank_;
+};
 
 /// Returns the lanes of a relayout, of every batch; none where they do not tell what moves. Between tokens and what
 /// stands on every rank, a message has all rows of the rank that has the tokens.
@@ -42,12 +66,9 @@ std::optional<lane_plan> relayout_lanes(From const& from, To const& to, plan con
     } else {
         return {};
     }
-    auto const sections = from.sections().empty() ? to.sections() : from.sections();
-    constexpr section whole_row; // stands for the sections where rows move whole
-    auto const groups = sections.empty() ? std::span(&whole_row, 1) : sections;
-    head_shares const held(from, groups), needed(to, groups);
-    made.source = columns_of_all({held, needed, p.rank, true, false}, p.source_width);
-    made.target = columns_of_all({held, needed, p.rank, false, false}, p.target_width);
+    relayout_columns const columns(from, to, p.rank);
+    made.source = columns.all(true, p.source_width);
+    made.target = columns.all(false, p.target_width);
     return made;
 }
 
