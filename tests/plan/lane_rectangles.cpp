@@ -12,6 +12,7 @@
 
 #include <doctest/doctest.h>
 
+#include <support/erased.hpp>
 #include <support/packings.hpp>
 #include <support/random.hpp>
 
@@ -97,8 +98,8 @@ bool check(cpx::plan const& p, cpx::lane_plan const& lanes, tables::row_shapes c
     return true;
 }
 
-/// Checks that tables of a plan's exchanges in one direction are no more than what a movement made for `first` reserves,
-/// with room for their batch.
+/// Checks that tables of a plan's exchanges in one direction are no more than what a movement reserves that is made for
+/// `first`, with room for their batch.
 template <class Plan>
 void check_room(Plan const& first, Plan const& p, typename cpx::detail::moved<Plan>::width width,
                 std::span<cpx::plan const> plans) {
@@ -233,6 +234,32 @@ TEST_CASE(
         each(striped, dealt);
     }
     CHECK(told == expected);
+}
+
+TEST_CASE("plans of batches that are cut as one are those of shardings that say nothing of their layout") {
+    splitmix numbers(37);
+    for (int round = 0; round < 100; ++round) {
+        int const ranks = static_cast<int>(numbers.between(1, 5));
+        std::vector<index_t> list;
+        for (index_t s = numbers.between(0, 9); s > 0; --s) list.push_back(numbers.between(0, 40));
+        auto const batch = lengths(list);
+        cpx::table const owners(ranks, random_owners(numbers, ranks, 2 * ranks + 1));
+        CAPTURE(support::text(batch));
+        auto const each = [&](auto const& cut) {
+            auto const from = cpx::shard<cpx::scope::batch>(batch, cpx::zigzag<>(ranks), cut);
+            auto const to = cpx::shard<cpx::scope::batch>(batch, owners, cut);
+            for (int rank = 0; rank < ranks; ++rank) {
+                auto const got = cpx::relayout(from, to, rank);
+                auto const walked = cpx::relayout(support::any_tokens(from), support::any_tokens(to), rank);
+                CHECK(got.source_rows == walked.source_rows);
+                CHECK(got.target_rows == walked.target_rows);
+                CHECK(got.sends == walked.sends);
+                CHECK(got.receives == walked.receives);
+            }
+        };
+        each(cpx::balanced{});
+        each(cpx::aligned<8>{}); // from the beginning of the sequence that is cut, not of the batch
+    }
 }
 
 TEST_CASE("a movement to heads reserves what leaves and comes, not all columns of all rows") {

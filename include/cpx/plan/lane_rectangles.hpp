@@ -5,6 +5,7 @@
 #include <cpx/plan/lanes.hpp>
 #include <cpx/plan/rectangles.hpp>
 
+#include <algorithm>
 #include <cstring>
 #include <span>
 #include <utility>
