@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a new packing costs the host: a relayout there and back, a halo and a carry, while the device is busy; a
-// thousand of them in turn.
+// thousand of them in turn. What one costs to heads and back.
 // One process a GPU: `bench.cuda.new_packing`.
 #include <cpx/cpx.hpp>
 #include <cpx/cuda/shared_communicator.hpp>
@@ -49,16 +49,64 @@ double held() {
 using element = std::uint16_t; // bf16, as far as movement is concerned
 constexpr index_t tokens = 32768, sequences = 64, width = 2048, state = 16384, rounds = 1000, busy_rounds = 240;
 
+/// Returns packing i: every one another, as many tokens in as many sequences.
+cpx::thd packing(index_t i) {
+    std::vector<index_t> lengths(static_cast<std::size_t>(sequences), tokens / sequences);
+    auto const s = static_cast<std::size_t>(i / 500);
+    lengths[s] += i % 500, lengths[s + 1] -= i % 500;
+    return cpx::thd::from_lengths(lengths);
+}
+
+/// Moves packings to heads and back, and prints what new ones cost the host.
+std::string heads_on(cuda::communicator& comm, timing::limits& limits) {
+    std::vector<cpx::section> const sections{{16, 128}, {16, 128}, {32, 128}, {32, 128}, {32, 1}, {32, 1}};
+    auto const zigzag = [&](cpx::thd const& batch) { return cpx::shard(batch, cpx::zigzag<>(comm.ranks())); };
+    auto const heads = [&](cpx::thd const& batch) { return cpx::head_sharded<>(comm.ranks(), batch, sections); };
+    auto const first = packing(0);
+    index_t columns = 0;
+    for (cpx::section const& s : sections) columns += s.heads * s.width;
+    auto move = cpx::make_movement<element>(zigzag(first), heads(first), columns, {tokens, sequences}, comm);
+    index_t const share = move.plan().target_width, most_rows = tokens / comm.ranks() + 8 * sequences;
+    std::vector<element> values(static_cast<std::size_t>(most_rows * columns));
+    for (std::size_t i = 0; i < values.size(); ++i) values[i] = static_cast<element>(i * 40503 >> 3);
+    cuda::buffer<element> const from{std::span<element const>(values)}, back(std::ssize(values)), there(tokens * share);
+    cuda::buffer<int> wrong{std::span<int const>(std::vector<int>(1))};
+    std::vector<double> known, fresh;
+    for (index_t round = 0; round < busy_rounds; ++round) {
+        auto const batch = packing(round);
+        auto const a = zigzag(batch);
+        auto const b = heads(batch);
+        index_t const own = a.rows(comm.rank());
+        cpx::sharded const x(cpx::rows<element const>(from.data(), own, columns), a, comm.rank(), comm.memory());
+        cpx::sharded const z(cpx::rows<element>(back.data(), own, columns), a, comm.rank(), comm.memory());
+        cpx::sharded const y(cpx::rows<element>(there.data(), tokens, share), b, comm.rank(), comm.memory());
+        for (auto* const took : {&fresh, &known}) {
+            spin<<<1, 1, 0, comm.stream()>>>(10'000'000);
+            auto const begin = clock::now();
+            move(x, y);
+            move.transposed(y, z);
+            double const us = std::chrono::duration<double>(clock::now() - begin).count() * 1e6;
+            if (round >= 40) took->push_back(us);
+            differences<<<64, 256, 0, comm.stream()>>>(
+                reinterpret_cast<uint4 const*>(from.data()), reinterpret_cast<uint4 const*>(back.data()),
+                own * columns * static_cast<index_t>(sizeof(element)) / 16, wrong.data());
+            comm.wait();
+        }
+    }
+    if (wrong.read()[0]) return "rows that went to heads and back are others";
+    if (comm.rank() == 0) {
+        double const before = median(known), after = median(fresh);
+        std::printf("%-28s known %6.1f us, new %6.1f us: %5.1f more\n", "to heads and back, q k v z b a", before, after,
+                    after - before);
+        limits.at_most("a new packing to heads and back, by send and receive", after - before, 60, "us");
+    }
+    return "";
+}
+
 /// Moves a thousand packings there and back, with halos and carries, and prints what new ones cost the host.
 template <class Comm>
 std::string run_on(Comm& comm, char const* how, timing::limits& limits) {
     int const rank = comm.rank(), ranks = comm.ranks();
-    auto const packing = [&](index_t i) { // every one another, as many tokens in as many sequences
-        std::vector<index_t> lengths(static_cast<std::size_t>(sequences), tokens / sequences);
-        auto const s = static_cast<std::size_t>(i / 500);
-        lengths[s] += i % 500, lengths[s + 1] -= i % 500;
-        return cpx::thd::from_lengths(lengths);
-    };
     auto const zigzag = [&](cpx::thd const& batch) { return cpx::shard(batch, cpx::zigzag<>(ranks)); };
     auto const sequential = [&](cpx::thd const& batch) { return cpx::shard(batch, cpx::sequential<>(ranks)); };
     auto const first = packing(0);
@@ -147,6 +195,7 @@ std::string run(int rank) {
                     long(sequences), long(busy_rounds - 40));
     cuda::communicator sends(*joined, stream);
     auto problem = run_on(sends, "by send and receive", limits);
+    if (problem.empty()) problem = heads_on(sends, limits);
     cuda::shared_memory memory(*joined, index_t{400} << 20);
     cuda::shared_communicator shares(memory, stream);
     if (problem.empty()) problem = run_on(shares, "relayouts through the window", limits);

@@ -4888,21 +4888,28 @@ namespace cpx {
 /// Rows of every sequence that go to `peer`, or come from it; -1: they stay. From `from` rows after cell `first` begins
 /// to `to` rows after cell `last` begins; where negative, before.
 struct lane {
+    static constexpr int everyone = -2; ///< a peer: every rank that has columns of them, this one among them
+
     int peer = -1;
     int first = 0, last = 0;
     int from = 0, to = 0;
     int unused = 0;
+
+    CPX_HOST_DEVICE constexpr bool is_of(int rank) const { return peer == rank || peer == everyone; }
 };
 
-/// Into what lanes cut a sequence.
+/// What lanes are of: each sequence, a state of each that has tokens, or the whole batch as one run of rows.
+enum class cut_runs : int { sequences, states, batch };
+
+/// Into what lanes cut a sequence, or the batch.
 struct lane_cells {
     int count = 1, unit = 1; ///< as balanced chunks, which begin at multiples of `unit` tokens
-    int states = 0;          ///< 1: every sequence that has tokens is one row
-    int least = 0;           ///< tokens of a sequence that has any, with which the lanes tell what moves
+    cut_runs of = cut_runs::sequences;
+    int least = 0; ///< tokens of a sequence that has any, with which the lanes tell what moves
 
     /// Returns what says where a cell of a sequence of `length` tokens begins.
     CPX_HOST_DEVICE constexpr auto begins(detail::balanced_begins const& all, index_t length) const {
-        index_t const n = states != 0 && length > 0 ? 1 : length;
+        index_t const n = of == cut_runs::states && length > 0 ? 1 : length;
         return [at = all.of(n), n, cells = count, multiple = index_t{unit}](int cell) -> index_t {
             if (cell == cells) return n;
             index_t const place = at(cell);
@@ -4910,6 +4917,12 @@ struct lane_cells {
             index_t const nearest = (place + multiple / 2) / multiple * multiple;
             return nearest < n ? nearest : n;
         };
+    }
+    /// Returns how many runs of rows are cut of a batch of so many sequences.
+    CPX_HOST_DEVICE constexpr int runs(int sequences) const { return of == cut_runs::batch ? 1 : sequences; }
+    /// Returns the rows of such a run, from cu_seqlens of as many sequences.
+    CPX_HOST_DEVICE constexpr range run(index_t const* offsets, int sequences, int i) const {
+        return of == cut_runs::batch ? range{offsets[0], offsets[sequences]} : range{offsets[i], offsets[i + 1]};
     }
 };
 
@@ -4919,14 +4932,21 @@ CPX_HOST_DEVICE constexpr range rows_in(lane const& l, Begins const& begins) {
     return {begins(l.first) + l.from, begins(l.last) + l.to};
 }
 
+/// What messages have of the rows at one end of an exchange.
+struct lane_columns {
+    index_t width = 0;                     ///< elements of a local row, or 0: rows of any width, which move whole
+    std::vector<std::vector<run>> of = {}; ///< of every peer, those without any get nothing; empty: all columns
+};
+
 /// One exchange of one rank, of every batch: lanes tile its rows at either end, in their order, sequence by sequence.
 struct lane_plan {
     int rank = 0;
     flow kind = flow::moves;
     lane_cells cells = {};
     std::vector<lane> sends = {}, receives = {};
+    lane_columns source = {}, target = {};
 
-    lane_plan transposed(flow back) const { return {rank, back, cells, receives, sends}; }
+    lane_plan transposed(flow back) const { return {rank, back, cells, receives, sends, target, source}; }
 };
 
 namespace detail {
@@ -4934,7 +4954,14 @@ namespace detail {
 /// Cells of which a reciprocal tells exactly where they begin, see `balanced_begins`.
 inline constexpr int most_cells = (1 << 16) - 1;
 
-/// Shardings of which lanes tell what moves: each sequence is cut by a layout, and by a cut of cpx's.
+/// Shardings that cut each sequence by a layout, and by a cut of cpx's, or the batch where no sequence moves the cut:
+/// lanes tell what moves between them.
+template <class S>
+inline constexpr bool in_cells = false;
+template <layout P, scope Scope, cut Cut>
+inline constexpr bool in_cells<sharding<P, Scope, Cut>> =
+    Scope == scope::sequence ? ascends<Cut> : std::same_as<Cut, balanced>;
+/// Those of which lanes also tell what is beside segments: they cut each sequence.
 template <class S>
 inline constexpr bool in_lanes = false;
 template <layout P, cut Cut>
@@ -4945,12 +4972,19 @@ int unit_of(S const& s) {
     if constexpr (requires { s.cut().unit(); }) return s.cut().unit();
     return 1;
 }
-/// Returns whether two shardings cut alike, whatever their batches.
+/// Returns whether two shardings cut alike, or share alike, whatever their batches.
 template <class S>
 bool cut_alike(S const& a, S const& b) {
-    if constexpr (in_lanes<S>)
+    if constexpr (S::every_row) {
+        if (a.ranks() != b.ranks() || !std::ranges::equal(a.sections(), b.sections())) return false;
+        for (section const& s : a.sections())
+            for (int r = 0; r < a.ranks(); ++r)
+                if (!(a.heads(r, s.heads) == b.heads(r, s.heads))) return false;
+        return true;
+    } else if constexpr (in_cells<S>) {
         if constexpr (std::equality_comparable<typename S::layout_type>)
             return a.policy() == b.policy() && a.cut() == b.cut();
+    }
     return false;
 }
 
@@ -5009,7 +5043,7 @@ std::vector<lane_plan> state_lanes(P const& layout, int unit, int rank, bool bac
     for (int c = 1; c < layout.chunks(); ++c) {
         int const lower = layout.owner(c - 1), upper = layout.owner(c);
         if (lower == upper) continue;
-        lane_plan p{.rank = rank, .kind = flow::copies, .cells = {.states = 1, .least = least}};
+        lane_plan p{.rank = rank, .kind = flow::copies, .cells = {.of = cut_runs::states, .least = least}};
         if (lower == rank) p.sends.push_back({upper, 0, 1});
         if (upper == rank) p.receives.push_back({lower, 0, 1});
         list.push_back(back ? p.transposed(p.kind) : p);
@@ -5029,7 +5063,7 @@ std::vector<lane_plan> scan_lanes(P const& layout, int unit, int rank, int state
     int const length = static_cast<int>(holders.size()), least = bounded((index_t{unit} + 1) * layout.chunks());
     std::vector<lane_plan> list;
     for (int reach = 1; reach < length; reach *= 2) {
-        lane_plan p{.rank = rank, .kind = flow::copies, .cells = {.states = 1, .least = least}};
+        lane_plan p{.rank = rank, .kind = flow::copies, .cells = {.of = cut_runs::states, .least = least}};
         auto const lane_of = [&](int other, bool has_map) {
             return lane{holders[static_cast<std::size_t>(other)], 0, 0, 0, state_rows + (has_map ? map_rows : 0)};
         };
@@ -5063,18 +5097,18 @@ inline std::optional<lane_counts> count_lanes(std::vector<lane> const& lanes, la
                                               index_t slice) {
     lane_counts c{0, {}, std::vector<index_t>(lanes.size())};
     for (lane const& l : lanes)
-        if (l.peer >= 0) c.messages.push_back({l.peer});
+        if (l.peer != -1) c.messages.push_back({l.peer});
     std::ranges::sort(c.messages, {}, &lane_rows::peer);
     auto const same = [](lane_rows const& a, lane_rows const& b) { return a.peer == b.peer; };
     c.messages.erase(std::unique(c.messages.begin(), c.messages.end(), same), c.messages.end());
     std::vector<lane_rows*> to(lanes.size());
     for (std::size_t i = 0; i < lanes.size(); ++i)
-        if (lanes[i].peer >= 0) to[i] = &*std::ranges::find(c.messages, lanes[i].peer, &lane_rows::peer);
+        if (lanes[i].peer != -1) to[i] = &*std::ranges::find(c.messages, lanes[i].peer, &lane_rows::peer);
 
     balanced_begins const all(cells.count);
-    auto const offsets = batch.offsets();
-    for (std::size_t s = 0; s + 1 < offsets.size(); ++s) {
-        index_t const n = offsets[s + 1] - offsets[s];
+    auto const sequences = static_cast<int>(batch.sequences());
+    for (int s = 0; s < cells.runs(sequences); ++s) {
+        index_t const n = cells.run(batch.offsets().data(), sequences, s).size();
         if (n == 0) continue;
         if (n < cells.least) return {};
         auto const begins = cells.begins(all, n);
@@ -5231,20 +5265,28 @@ struct common_messages {
     bool known = false; ///< whether each row is sure to be in one message a peer
 };
 
-/// Shardings between which lanes tell what moves: of each sequence, by one cut.
+/// Shardings between which lanes tell what moves: of each sequence or of the batch, by one cut.
 template <class Mine, class Other>
 inline constexpr bool routed = false;
 template <any_sharding Mine, any_sharding Other>
-    requires in_lanes<Mine> && in_lanes<Other>
-inline constexpr bool routed<Mine, Other> = std::same_as<typename Mine::cut_type, typename Other::cut_type>;
+    requires in_cells<Mine> && in_cells<Other>
+inline constexpr bool routed<Mine, Other> =
+    Mine::cuts == Other::cuts && std::same_as<typename Mine::cut_type, typename Other::cut_type>;
 
-/// Returns into what both shardings cut a sequence, unless these are too many cells.
+/// Returns what a sharding cuts into so many cells, unless these are too many.
+template <any_sharding S>
+    requires in_cells<S>
+std::optional<lane_cells> cells_of(S const& s, index_t count) {
+    if (count > most_cells) return {};
+    return lane_cells{static_cast<int>(count), unit_of(s),
+                      S::cuts == scope::batch ? cut_runs::batch : cut_runs::sequences};
+}
+/// The same of what two shardings cut.
 template <any_sharding A, any_sharding B>
     requires routed<A, B>
 std::optional<lane_cells> common_cells(A const& a, B const& b) {
-    index_t const all = cells(a.policy(), b.policy());
-    if (!(a.cut() == b.cut()) || all > most_cells) return {};
-    return lane_cells{static_cast<int>(all), unit_of(a)};
+    if (!(a.cut() == b.cut())) return {};
+    return cells_of(a, cells(a.policy(), b.policy()));
 }
 
 /// Finds the messages of one end of an exchange by its lanes: each is scaled by the length of every sequence.
@@ -5256,10 +5298,11 @@ inline common_messages scale_lanes(std::vector<lane> const& lanes, lane_cells co
     std::vector<joined_rows> rows(peers.size());
     std::vector<index_t> most(peers.size()); // runs of a message
     std::vector<std::size_t> message_of;
+    auto const sequences = static_cast<int>(batch.sequences());
     for (lane const& l : lanes) {
         auto const m = static_cast<std::size_t>(std::ranges::lower_bound(peers, l.peer) - peers.begin());
         message_of.push_back(m);
-        most[m] += batch.sequences();
+        most[m] += cells.runs(sequences);
     }
     for (std::size_t i = 0; i < rows.size(); ++i)
         rows[i].runs.reserve(static_cast<std::size_t>(std::min(most[i], batch.tokens())));
@@ -5267,12 +5310,12 @@ inline common_messages scale_lanes(std::vector<lane> const& lanes, lane_cells co
     balanced_begins const all(cells.count);
     common_messages found;
     found.known = true;
-    for (index_t s = 0; s < batch.sequences(); ++s) {
-        index_t const offset = batch.offset(s);
-        auto const begins = cells.begins(all, batch.length(s));
+    for (int s = 0; s < cells.runs(sequences); ++s) {
+        range const cut = cells.run(batch.offsets().data(), sequences, s);
+        auto const begins = cells.begins(all, cut.size());
         for (std::size_t i = 0; i < lanes.size(); ++i)
             if (range const common = rows_in(lanes[i], begins); !common.empty()) {
-                rows[message_of[i]].add(found.rows, {offset + common.first, offset + common.last});
+                rows[message_of[i]].add(found.rows, {cut.first + common.first, cut.first + common.last});
                 found.rows += common.size();
             }
     }
@@ -5456,6 +5499,75 @@ detail::refused relayout(X const&, detail::any = {}, detail::any = {}, detail::a
 
 } // namespace cpx
 
+// cpx/plan/relayout_lanes.hpp
+// What a relayout moves of every batch: between tokens, and between tokens and what stands on every rank.
+
+namespace cpx::detail {
+
+/// The columns of a rank's messages of a relayout, of every batch; where rows move whole, one that stands for all.
+class relayout_columns {
+public:
+    template <any_sharding From, any_sharding To>
+    relayout_columns(From const& from, To const& to, int rank)
+        : sections_(common_sections(from, to)), held_(from, sections_), needed_(to, sections_), rank_(rank) {}
+
+    /// Returns those of the message to a peer, or from it.
+    std::vector<run> of(int peer, bool out) const {
+        return message_columns{held_, needed_, rank_, out, false}.of(peer);
+    }
+    /// Returns those of one end. `width`: of a local row, elements.
+    lane_columns all(bool out, index_t width) const {
+        lane_columns list{width};
+        for (int peer = 0; peer < held_.ranks; ++peer) list.of.push_back(of(peer, out));
+        return list;
+    }
+
+private:
+    template <any_sharding From, any_sharding To>
+    static std::span<section const> common_sections(From const& from, To const& to) {
+        static constexpr section whole_row;
+        auto const sections = from.sections().empty() ? to.sections() : from.sections();
+        return sections.empty() ? std::span(&whole_row, 1) : sections;
+    }
+    std::span<section const> sections_;
+    head_shares held_, needed_;
+    int rank_;
+};
+
+/// Returns the lanes of a relayout, of every batch; none where they do not tell what moves. Between tokens and what
+/// stands on every rank, a message has all rows of the rank that has the tokens.
+template <any_sharding From, any_sharding To>
+std::optional<lane_plan> relayout_lanes(From const& from, To const& to, plan const& p) {
+    lane_plan made{.rank = p.rank, .kind = p.kind};
+    if constexpr (routed<From, To>) {
+        auto const all = common_cells(from, to);
+        if (!all) return {};
+        made.cells = *all;
+        made.sends = routed_lanes(from.policy(), p.rank, to.policy());
+        made.receives = routed_lanes(to.policy(), p.rank, from.policy());
+        return made;
+    } else if constexpr (From::every_row && in_cells<To>) {
+        auto const back = relayout_lanes(to, from, p.transposed()); // but for columns: replicas are sent one way
+        if (back) made = back->transposed(p.kind);
+        if (!back) return {};
+    } else if constexpr (in_cells<From> && To::every_row) {
+        auto const& layout = from.policy();
+        auto const all = cells_of(from, layout.chunks());
+        if (!all) return {};
+        made.cells = *all;
+        for_each_chunk(layout, p.rank, [&](int c) { made.sends.push_back({lane::everyone, c, c + 1}); });
+        for (int c = 0; c < layout.chunks(); ++c) made.receives.push_back({layout.owner(c), c, c + 1});
+    } else {
+        return {};
+    }
+    relayout_columns const columns(from, to, p.rank);
+    made.source = columns.all(true, p.source_width);
+    made.target = columns.all(false, p.target_width);
+    return made;
+}
+
+} // namespace cpx::detail
+
 // cpx/plan/capacity.hpp
 // What all batches that fit a capacity have in common: the exchanges of one kind of plan, and what they take at most.
 
@@ -5474,8 +5586,9 @@ struct carry_widths {
 
 /// What exchanges of any batch take at most.
 struct movement_room {
-    index_t runs = 0; ///< of rows, of all exchanges in one direction
-    index_t rows = 0; ///< that leave a rank, or come, in one exchange
+    index_t runs = 0;     ///< of rows, of all exchanges in one direction
+    index_t elements = 0; ///< that leave a rank, or come, in one exchange
+    index_t columns = 1;  ///< into how many runs of columns messages cut a row
 };
 
 namespace detail {
@@ -5525,18 +5638,52 @@ struct table_sizes {
     index_t rectangles = 0, staged = 0;
 };
 
-/// Returns what tables of any plans take at most that are like `plans` and have `room`: a rectangle for each run of
-/// rows and columns. `width`: elements of a row that moves whole, of `element` bytes each.
-inline table_sizes most_tables(std::span<plan const> plans, movement_room const& room, index_t width, int ranks,
-                               std::size_t element, caller here) {
-    index_t columns = 1, elements = width;
-    for (plan const& p : plans) {
-        elements = std::max({elements, p.source_width, p.target_width});
-        for (auto const* const messages : {&p.sends, &p.receives})
-            for (message const& m : *messages) columns = std::max(columns, std::ssize(m.columns) + 1);
+/// Returns what tables of any plans take at most that have `room`: a rectangle for each run of rows and columns, of
+/// elements of so many bytes.
+inline table_sizes most_tables(movement_room const& room, int ranks, std::size_t element, caller here) {
+    index_t const bytes = product("exchange", "bytes", {room.elements, static_cast<index_t>(element)}, here);
+    return {2 * room.columns * (room.runs + 2 * ranks), bytes + 256 * ranks}; // messages begin at multiples of 256
+}
+
+/// Returns how many of at most `rows` rows of a batch a rank has, at most, of so many sequences.
+template <any_sharding S>
+index_t most_held(S const& s, int rank, index_t rows, index_t sequences) {
+    if constexpr (in_cells<S>) {
+        index_t const runs = S::cuts == scope::batch ? 1 : sequences, unit = unit_of(s), chunks = s.policy().chunks();
+        index_t own = 0, share = rows;
+        for_each_chunk(s.policy(), rank, [&](int) { ++own; });
+        if (runs < rows / unit)
+            share = rows / chunks + 1 + runs * unit; // a chunk is a unit longer than its share, at most
+        if (own == 0 || share <= rows / own) return own * share;
     }
-    index_t const bytes = product("exchange", "bytes", {room.rows, elements, static_cast<index_t>(element)}, here);
-    return {2 * columns * (room.runs + 2 * ranks), bytes + 256 * ranks}; // messages begin at multiples of 256
+    return rows;
+}
+
+/// Returns what relayouts of any batch take at most that lead from one sharding to another. `width`: elements of a row
+/// that moves whole.
+template <any_sharding From, any_sharding To>
+movement_room relayout_room(From const& from, To const& to, int rank, index_t width, capacity const& most,
+                            caller here) {
+    auto const runs = [&](auto const& s) { return std::min(most.rows, most_runs(s, most, here)); };
+    auto const sections = from.sections().empty() ? to.sections() : from.sections();
+    movement_room room{.runs = runs(from) + runs(to), .columns = std::max<index_t>(1, std::ssize(sections))};
+    if constexpr (!From::every_row && !To::every_row) {
+        room.elements = product("movement", "elements", {from.ranks() > 1 ? most.rows : 0, width}, here);
+        return room;
+    }
+    relayout_columns const columns(from, to, rank);
+    auto const elements = [&](auto const& mine, auto const& other, bool out) {
+        index_t widest = 0, all = 0; // of messages
+        for (int peer = 0; peer < mine.ranks(); ++peer) {
+            index_t const own = peer == rank ? 0 : total(columns.of(peer, out)),
+                          shipped = sections.empty() ? own * width : own;
+            widest = std::max(widest, shipped), all += shipped;
+        }
+        if (!other.every_row) return product("movement", "elements", {most.rows, widest}, here); // a row has one holder
+        return product("movement", "elements", {most_held(mine, rank, most.rows, most.sequences), all}, here);
+    };
+    room.elements = std::max(elements(from, to, true), elements(to, from, false));
+    return room;
 }
 
 /// What a movement knows of a kind of plan: what tells a batch from others, the plan of another one, its exchanges in
@@ -5567,16 +5714,13 @@ struct moved<relayout_plan<From, To>> : moved_at_once<relayout_plan<From, To>> {
         return relayout(std::get<0>(of), std::get<1>(of), p.rank, here);
     }
     static bool mirrors(plan_type const& p) { return p.kind == flow::moves || p.kind == flow::selects; }
-    static std::vector<lane_plan> lanes(plan_type const& p, index_t, bool) {
-        if constexpr (routed<From, To>)
-            if (auto const all = common_cells(p.from, p.to))
-                return {{p.rank, flow::moves, *all, routed_lanes(p.from.policy(), p.rank, p.to.policy()),
-                         routed_lanes(p.to.policy(), p.rank, p.from.policy())}};
-        return {};
+    static std::vector<lane_plan> lanes(plan_type const& p, index_t, bool back) {
+        auto made = relayout_lanes(p.from, p.to, p);
+        if (!made) return {};
+        return {back ? made->transposed(p.plan::transposed().kind) : std::move(*made)};
     }
-    static movement_room room(plan_type const& p, index_t, capacity const& most, caller here) {
-        auto const runs = [&](auto const& s) { return std::min(most.rows, most_runs(s, most, here)); };
-        return {runs(p.from) + runs(p.to), most.rows};
+    static movement_room room(plan_type const& p, index_t width, capacity const& most, caller here) {
+        return relayout_room(p.from, p.to, p.rank, width, most, here);
     }
 };
 
@@ -5596,9 +5740,9 @@ struct moved<halo_plan<S>> : moved_at_once<halo_plan<S>> {
         }
         return {};
     }
-    static movement_room room(plan_type const& p, index_t, capacity const& most, caller here) {
+    static movement_room room(plan_type const& p, index_t width, capacity const& most, caller here) {
         index_t const rows = most_beside(p.sharding, p.reach, most, here);
-        return {2 * rows, rows};
+        return {2 * rows, product("movement", "elements", {rows, width}, here)};
     }
 };
 
@@ -5642,8 +5786,8 @@ struct moved<carry_plan<How, S>> {
         index_t const runs = most_segments(p.sharding, most, here); // in each exchange of a scan, in one of a series
         auto const pieces = static_cast<std::size_t>(most_runs(p.sharding, most, here));
         index_t const times = scans ? static_cast<index_t>(std::bit_width(pieces)) : 1;
-        index_t const rows = scans ? (width.state + width.map) / row_width(width) : 1;
-        return {2 * runs * times, product("movement", "rows of states", {runs, rows}, here)};
+        index_t const elements = width.state + (scans ? width.map : 0);
+        return {2 * runs * times, product("movement", "elements of states", {runs, elements}, here)};
     }
 };
 
@@ -7527,9 +7671,9 @@ private:
     }
     /// Throws unless capacity and widths are sizes, and the first batch fits: before anything is prepared.
     capacity const& checked(capacity const& most, caller here) const {
-        static_cast<void>(kind::room(plan_, width_, most, here));
         static_cast<void>(
             detail::product("movement", "elements of a tensor", {kind::row_width(width_), most.rows}, here));
+        static_cast<void>(kind::room(plan_, width_, most, here));
         require_room(now_, most, here);
         return most;
     }

@@ -266,6 +266,78 @@ std::string captured(int) {
     return me.problem;
 }
 
+/// Moves packings, one after the other, by one movement of send and receive, there and back, some of them captured. The
+/// movement is made for one that has too few tokens for most ranks. `from`, `to`: return shardings of a batch.
+template <class From, class To>
+void move_packings(member& me, From const& from, To const& to, std::vector<cpx::section> const& sections,
+                   std::string const& what) {
+    using T = std::uint16_t;
+    int const rank = me.comm->rank();
+    cpx::cuda::communicator comm(*me.comm, me.stream);
+    auto const first = cpx::thd::from_lengths(std::vector<index_t>{1});
+    index_t width = 0;
+    for (cpx::section const& s : sections) width += s.heads * s.width;
+    auto move = cpx::make_movement<T>(from(first), to(first), width, {700, 9}, comm);
+    auto const columns = [&](auto const& s) { return std::ssize(whole::columns(s, rank, sections)); };
+    support::splitmix numbers(23);
+    for (int round = 0; round < 12; ++round) {
+        std::vector<index_t> lengths; // unequal, odd, empty
+        for (index_t k = numbers.between(0, 9); k > 0; --k)
+            lengths.push_back(numbers.between(0, 3) ? 2 * numbers.between(0, 37) + 1 : 0);
+        auto const batch = cpx::thd::from_lengths(lengths);
+        auto const a = from(batch);
+        auto const b = to(batch);
+        auto const source = whole::take<T>(a, rank, sections), target = whole::take<T>(b, rank, sections);
+        auto x = cpx::make_tensor<T>(a, comm, columns(a)), z = cpx::make_tensor<T>(a, comm, columns(a));
+        auto y = cpx::make_tensor<T>(b, comm, columns(b));
+        x.write(source);
+        me.meet();
+        auto const text = what + " of " + support::text(batch);
+        auto const both = [&] {
+            move(x, y);
+            move.transposed(y, z);
+        };
+        auto const check = [&](std::string const& how) {
+            comm.wait();
+            me.check(y.read(), target, text + how);
+            if (move.plan().kind == cpx::flow::moves) me.check(z.read(), source, text + ", back," + how);
+        };
+        if (round % 4 == 0) { // the packing is set as it is captured
+            harness::graph const graph(me.stream, both);
+            for (int again = 0; again < 2; ++again) {
+                y.write(std::vector<T>(target.size())), z.write(std::vector<T>(source.size()));
+                me.meet();
+                graph.launch(me.stream);
+                check(", replayed,");
+            }
+        }
+        both();
+        check("");
+    }
+}
+
+/// New packings between tokens and heads, to every rank, and of batches that are cut as one.
+std::string every_packing(int) {
+    member me;
+    int const ranks = me.comm->ranks();
+    std::vector<cpx::section> const plain{{1, 24}}, sections{{8, 16}, {2, 8}, {8, 1}};
+    auto const zigzag = [&](cpx::thd const& b) { return cpx::shard(b, cpx::zigzag<>(ranks)); };
+    auto const sequential = [&](cpx::thd const& b) {
+        return cpx::shard(b, cpx::sequential<>(ranks), cpx::aligned<8>{});
+    };
+    auto const striped = [&](cpx::thd const& b) { return cpx::shard<cpx::scope::batch>(b, cpx::striped<>(ranks)); };
+    auto const whole_row = [&](cpx::thd const& b) { return cpx::shard<cpx::scope::batch>(b, cpx::zigzag<>(ranks)); };
+    auto const heads = [&](cpx::thd const& b) { return cpx::head_sharded<>(ranks, b, sections); };
+    auto const everywhere = [&](cpx::thd const& b) { return cpx::replicated<>(ranks, b); };
+    move_packings(me, zigzag, heads, sections, "zigzag to heads");
+    move_packings(me, heads, sequential, sections, "heads to sequential");
+    move_packings(me, striped, heads, sections, "striped batches to heads");
+    move_packings(me, whole_row, striped, plain, "zigzag batches to striped batches");
+    move_packings(me, whole_row, everywhere, plain, "zigzag batches to all");
+    move_packings(me, zigzag, striped, plain, "zigzag to striped batches"); // of which the host lists the plan
+    return me.problem;
+}
+
 /// More elements than 2^31 on every rank.
 std::string large(int rank) {
     member me(60s, index_t{9} << 28);
@@ -403,6 +475,13 @@ TEST_SUITE("cuda") {
     TEST_CASE("exchanges are captured, and replayed with other rows") {
         if (!enough_gpus(2)) return;
         check_codes(processes::run(std::min(processes::gpus(), 4), captured));
+    }
+    TEST_CASE("movements made once move every packing to heads and back, and of batches that are cut as one, also "
+              "captured") {
+        if (!enough_gpus(2)) return;
+        check_codes(processes::run(2, every_packing));
+        if (int const all = std::min(processes::gpus(), 4); all > 2)
+            check_codes(processes::run(all == 4 ? 3 : all, every_packing));
     }
     TEST_CASE("an exchange may have more than 2^31 elements") {
         if (!enough_gpus(2)) return;

@@ -2,6 +2,7 @@
 // The rectangles that a device makes of lanes and cu_seqlens, made by the same functions on the host.
 #include <cpx/plan/lane_rectangles.hpp>
 
+#include <cpx/layout/head_sharded.hpp>
 #include <cpx/layout/sequential.hpp>
 #include <cpx/layout/striped.hpp>
 #include <cpx/layout/table.hpp>
@@ -11,6 +12,7 @@
 
 #include <doctest/doctest.h>
 
+#include <support/erased.hpp>
 #include <support/packings.hpp>
 #include <support/random.hpp>
 
@@ -64,13 +66,13 @@ bool check(cpx::plan const& p, cpx::lane_plan const& lanes, tables::row_shapes c
     std::vector<tables::rectangle> list;
     auto const expected = tables::tables_of(tables::listed_rectangles(p, shape, list), {});
 
-    std::vector<tables::rectangle> by_lanes(2 * (lanes.sends.size() + lanes.receives.size()) *
-                                            static_cast<std::size_t>(p.batch.sequences()));
+    std::vector<tables::rectangle> by_lanes(2 * (lanes.sends.size() + lanes.receives.size() + 8) * 8 *
+                                            static_cast<std::size_t>(p.batch.sequences() + 1));
     index_t told = 0;
-    tables::lane_tables made(p.batch, shape, by_lanes.data());
+    tables::lane_tables made(p.batch, by_lanes.data());
     tables::lane_work all_work{.lanes = {{}}, .cells = {{}}, .numbers = {{&told, 7, 1, 0}}}; // of another exchange
     for (int before = 0; before < 2; ++before) { // the second of two plans: what it has does not begin at 0
-        if (!made.next(lanes)) return false;
+        if (!made.next(lanes, shape)) return false;
         CHECK(made.rows(true) == p.source_rows);
         CHECK(made.rows(false) == p.target_rows);
         auto const got = tables::tables_of(made, {});
@@ -86,6 +88,7 @@ bool check(cpx::plan const& p, cpx::lane_plan const& lanes, tables::row_shapes c
                 total += n;
                 return index_t{0};
             });
+        for (int i = 0; i < all.known; ++i) *all.all_known()[i].to = all.all_known()[i].of;
         CHECK(got.packed == expected.packed);
         CHECK(got.unpacked == expected.unpacked);
         auto const count = static_cast<std::size_t>(made.rectangles());
@@ -95,9 +98,11 @@ bool check(cpx::plan const& p, cpx::lane_plan const& lanes, tables::row_shapes c
     return true;
 }
 
-/// Checks that tables of a plan's exchanges in one direction are no more than what a movement of its batch reserves.
+/// Checks that tables of a plan's exchanges in one direction are no more than what a movement reserves that is made for
+/// `first`, with room for their batch.
 template <class Plan>
-void check_room(Plan const& p, typename cpx::detail::moved<Plan>::width width, std::span<cpx::plan const> plans) {
+void check_room(Plan const& first, Plan const& p, typename cpx::detail::moved<Plan>::width width,
+                std::span<cpx::plan const> plans) {
     using kind = cpx::detail::moved<Plan>;
     auto const of = kind::batch_of(p);
     int const ranks = std::get<0>(of).ranks();
@@ -105,8 +110,8 @@ void check_room(Plan const& p, typename cpx::detail::moved<Plan>::width width, s
     for (int r = 0; r < ranks; ++r)
         most.rows = std::apply([&](auto const&... s) { return std::max({most.rows, s.rows(r)...}); }, of);
     index_t const w = kind::row_width(width);
-    auto const room = kind::room(p, width, most, cpx::caller::here());
-    auto const sizes = tables::most_tables(plans, room, w, ranks, 2, cpx::caller::here());
+    auto const room = kind::room(first, width, most, cpx::caller::here());
+    auto const sizes = tables::most_tables(room, ranks, 2, cpx::caller::here());
     std::vector<tables::rectangle> list;
     for (cpx::plan const& one : plans) {
         auto const t = tables::tables_of(tables::listed_rectangles(one, {w, w, w + 8, w + 8, 2}, list), {});
@@ -115,25 +120,32 @@ void check_room(Plan const& p, typename cpx::detail::moved<Plan>::width width, s
     CHECK(std::ssize(list) <= sizes.rectangles);
 }
 
-/// Checks one kind of plan, there and back. Returns how many batches lanes told.
+/// Checks one kind of plan, there and back, with the lanes of another one, of `first`. Returns how many batches lanes
+/// told.
 template <class Plan>
-int check(Plan const& p, typename cpx::detail::moved<Plan>::width width) {
+int check(Plan const& first, Plan const& p, typename cpx::detail::moved<Plan>::width width) {
     using kind = cpx::detail::moved<Plan>;
     int told = 0;
     for (bool const back : {false, true}) {
         if (back && requires { p.to; } && kind::mirrors(p)) continue; // the same lanes, the other way
-        auto const lanes = kind::lanes(p, width, back);
+        auto const lanes = kind::lanes(first, width, back);
         index_t const w = kind::row_width(width);
         kind::exchanges(p, width, back, [&](std::span<cpx::plan const> plans) {
-            check_room(p, width, plans);
+            check_room(first, p, width, plans);
             for (std::size_t i = 0; i < plans.size(); ++i) {
                 REQUIRE(lanes.size() >= plans.size());
-                told += check(plans[i], lanes[i], {w, w, w + 8, w, 2});
-                told += check(plans[i], lanes[i], {w, w, w, w, 2});
+                index_t const source = plans[i].source_width ? plans[i].source_width : w,
+                              target = plans[i].target_width ? plans[i].target_width : w;
+                told += check(plans[i], lanes[i], {source, target, source + 8, target, 2});
+                told += check(plans[i], lanes[i], {source, target, source, target, 2});
             }
         });
     }
     return told;
+}
+template <class Plan>
+int check(Plan const& p, typename cpx::detail::moved<Plan>::width width) {
+    return check(p, p, width);
 }
 
 } // namespace
@@ -175,4 +187,89 @@ TEST_CASE("tables made of lanes and cu_seqlens are those of the host's plans, of
     CHECK(edges > 200);
     CHECK(carries > 500);
     CHECK(scans > 500);
+}
+
+TEST_CASE(
+    "tables of relayouts to heads and back, to all ranks, and of batches cut as one, are the host's of any packing") {
+    splitmix numbers(31);
+    int told = 0, expected = 0;
+    for (int round = 0; round < 150; ++round) {
+        int const ranks = static_cast<int>(numbers.between(1, 5)),
+                  rank = static_cast<int>(numbers.between(0, ranks - 1));
+        auto const packing = [&] {
+            std::vector<index_t> list;
+            for (index_t s = numbers.between(0, 9); s > 0; --s)
+                list.push_back(numbers.between(0, 4) == 0 ? 0 : numbers.between(1, 150));
+            return lengths(list);
+        };
+        auto const first = packing(), batch = packing();
+        index_t const groups = numbers.between(1, 8), width = numbers.between(1, 40);
+        std::vector<cpx::section> sections{{groups, 16}, {1, numbers.between(1, 8)}, {groups, 2}}; // some on every rank
+        if (round % 3 == 0) sections = {{2 * groups, 3}};
+        cpx::table const owners(ranks, random_owners(numbers, ranks, 2 * ranks + 1));
+        CAPTURE(ranks);
+        CAPTURE(rank);
+        CAPTURE(groups);
+        CAPTURE(support::text(batch));
+        auto const each = [&](auto const& from, auto const& to) {
+            bool const adds = !cpx::detail::moved<decltype(cpx::relayout(from(batch), to(batch), rank))>::mirrors(
+                cpx::relayout(from(batch), to(batch), rank));
+            told +=
+                check(cpx::relayout(from(first), to(first), rank), cpx::relayout(from(batch), to(batch), rank), width);
+            expected += adds ? 4 : 2;
+        };
+        auto const heads = [&](cpx::thd const& b) { return cpx::head_sharded<>(ranks, b, sections); };
+        auto const all = [&](cpx::thd const& b) { return cpx::replicated<>(ranks, b); };
+        auto const zigzag = [&](cpx::thd const& b) { return cpx::shard(b, cpx::zigzag<>(ranks)); };
+        auto const aligned = [&](cpx::thd const& b) {
+            return cpx::shard(b, cpx::sequential<>(ranks), cpx::aligned<8>{});
+        };
+        auto const striped = [&](cpx::thd const& b) {
+            return cpx::shard<cpx::scope::batch>(b, cpx::striped<cpx::dynamic, 3>(ranks));
+        };
+        auto const dealt = [&](cpx::thd const& b) { return cpx::shard<cpx::scope::batch>(b, owners); };
+        each(zigzag, heads), each(heads, zigzag);
+        each(heads, aligned), each(dealt, heads), each(heads, striped);
+        each(zigzag, all), each(all, striped), each(all, zigzag);
+        each(striped, dealt);
+    }
+    CHECK(told == expected);
+}
+
+TEST_CASE("plans of batches that are cut as one are those of shardings that say nothing of their layout") {
+    splitmix numbers(37);
+    for (int round = 0; round < 100; ++round) {
+        int const ranks = static_cast<int>(numbers.between(1, 5));
+        std::vector<index_t> list;
+        for (index_t s = numbers.between(0, 9); s > 0; --s) list.push_back(numbers.between(0, 40));
+        auto const batch = lengths(list);
+        cpx::table const owners(ranks, random_owners(numbers, ranks, 2 * ranks + 1));
+        CAPTURE(support::text(batch));
+        auto const each = [&](auto const& cut) {
+            auto const from = cpx::shard<cpx::scope::batch>(batch, cpx::zigzag<>(ranks), cut);
+            auto const to = cpx::shard<cpx::scope::batch>(batch, owners, cut);
+            for (int rank = 0; rank < ranks; ++rank) {
+                auto const got = cpx::relayout(from, to, rank);
+                auto const walked = cpx::relayout(support::any_tokens(from), support::any_tokens(to), rank);
+                CHECK(got.source_rows == walked.source_rows);
+                CHECK(got.target_rows == walked.target_rows);
+                CHECK(got.sends == walked.sends);
+                CHECK(got.receives == walked.receives);
+            }
+        };
+        each(cpx::balanced{});
+        each(cpx::aligned<8>{}); // from the beginning of the sequence that is cut, not of the batch
+    }
+}
+
+TEST_CASE("a movement to heads reserves what leaves and comes, not all columns of all rows") {
+    int const ranks = 8;
+    index_t const tokens = 32768, width = 8192; // 64 heads of 128
+    cpx::thd const batch({0, tokens});
+    auto const plan =
+        cpx::relayout(cpx::shard(batch, cpx::zigzag<>(ranks)), cpx::head_sharded<>(ranks, batch, {{64, 128}}), 3);
+    auto const room =
+        cpx::detail::moved<std::remove_const_t<decltype(plan)>>::room(plan, width, {tokens, 64}, cpx::caller::here());
+    CHECK(room.elements >= plan.sent_elements(0));
+    CHECK(room.elements <= tokens / ranks * width * 8 / 7); // of its own rows all columns, or of all rows its own
 }

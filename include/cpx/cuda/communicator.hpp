@@ -92,8 +92,8 @@ public:
         : comm_(comm), there_(ways[0].size()), lanes_(std::move(ways[0])),
           by_(plans, width, comm.nccl_communicator(), of, here) {
         lanes_.insert(lanes_.end(), ways[1].begin(), ways[1].end());
-        if (plans.empty())
-            lanes_.clear(); // whose plans would have no ids
+        if (plans.empty() || !detail::batch_tables::may_bring(lanes_))
+            lanes_.clear(); // without plans there are no ids, either
         else
             ids_ = {plans.front().id, plans.back().id};
     }

@@ -62,8 +62,8 @@ public:
         auto made = make(plans, here);
         if (!plans.empty() && !plans[0].local)
             detail::agree(comm, plans[0].id.template for_elements<T>(width), plans[0], here);
-        auto most = of.room ? cpx::detail::most_tables(plans, *of.room, width, comm.ranks(), sizeof(T), here)
-                            : cpx::detail::table_sizes{};
+        auto most =
+            of.room ? cpx::detail::most_tables(*of.room, comm.ranks(), sizeof(T), here) : cpx::detail::table_sizes{};
         most.rectangles = std::max(most.rectangles, std::ssize(made.list));
         most.staged = std::max(most.staged, made.staged);
         list_ = buffer<char>(head() + most.rectangles * static_cast<index_t>(sizeof(kernels::rectangle)), here);
@@ -104,13 +104,13 @@ public:
     bool set(std::span<lane_plan const> plans, F&& id_of, thd const& batch, detail::batch_tables& to,
              caller here = caller::here()) {
         if (!of_.room) return false;
-        auto const stride = [&](index_t given) { return given ? given : width_; };
-        end source{0, width_, stride(of_.from_stride), true}, target{0, width_, stride(of_.to_stride), true};
-        cpx::detail::lane_tables all(batch, shape_of(source, target), list());
+        cpx::detail::lane_tables all(batch, list());
         tables made;
         for (lane_plan const& p : plans) {
+            end source = end_of(0, p.source.width, of_.from_stride, p.kind != flow::selects),
+                target = end_of(0, p.target.width, of_.to_stride, true);
             auto const first = static_cast<std::size_t>(all.rectangles());
-            if (!all.next(p)) return false;
+            if (!all.next(p, shape_of(source, target))) return false;
             source.rows = all.rows(true), target.rows = all.rows(false);
             made.add({source, target, p.kind == flow::sums, first, cpx::detail::tables_of(all, of_.others)});
         }
@@ -241,16 +241,17 @@ private:
     void require_device(caller here) const {
         require(current_device() == comm_.device(), where, "current device", comm_.device(), current_device(), here);
     }
+    /// Returns an end of a plan; `own_width`: elements of its rows, 0: as many as those that move whole.
+    end end_of(index_t rows, index_t own_width, index_t stride, bool covered) const {
+        index_t const width = own_width ? own_width : width_;
+        return {rows, width, stride ? stride : width, covered};
+    }
     /// Returns the tables of plans. Throws if they do not fit.
     tables make(std::span<plan const> plans, caller here) const {
         tables made;
         for (plan const& p : plans) {
             cpx::detail::require_own(where, "rank of the plan", p.rank, p.ranks(), comm_.rank(), comm_.ranks(), here);
             bool const sums = p.kind == flow::sums;
-            auto const end_of = [&](index_t rows, index_t own_width, index_t stride, bool covered) {
-                index_t const width = own_width ? own_width : width_;
-                return end{rows, width, stride ? stride : width, covered};
-            };
             end const source = end_of(p.source_rows, p.source_width, of_.from_stride, p.covers_source()),
                       target = end_of(p.target_rows, p.target_width, of_.to_stride, p.covers_target());
             require(of_.others.empty() || (target.covered && !sums), where,

@@ -13,6 +13,7 @@
 #include <span>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 namespace cpx::cuda {
 
@@ -73,10 +74,18 @@ class batch_tables {
 public:
     explicit batch_tables(cudaStream_t in) : stream_(in) {}
 
+    /// Returns whether tables of such exchanges may be brought by one launch.
+    static bool may_bring(std::vector<lane_plan> const& plans) {
+        index_t jobs = 0; // about one for each lane to or from a rank
+        for (lane_plan const& p : plans)
+            for (auto const* const lanes : {&p.sends, &p.receives})
+                jobs += std::ranges::count_if(*lanes, [](lane const& l) { return l.peer >= 0; });
+        return jobs * static_cast<index_t>(sizeof(cpx::detail::lane_job) / sizeof(index_t)) <= most;
+    }
+
     /// Makes tables of `batch` in the order of the stream, or lets `write` make them. Returns false if they are more
     /// than a launch brings.
     bool add(thd const& batch, cpx::detail::lane_work const& more, caller here) {
-        index_t const most = 4000; // numbers
         if (more.size(batch) > most) return false;
         if (batch != batch_ || all_.size(batch) + more.size(batch) > most) write(here);
         batch_ = batch;
@@ -113,6 +122,8 @@ public:
     }
 
 private:
+    static constexpr index_t most = 4000; ///< numbers of a launch
+
     cudaStream_t stream_;
     thd batch_;
     cpx::detail::lane_work all_;

@@ -4,7 +4,7 @@
 
 #include <cpx/plan/carry.hpp>
 #include <cpx/plan/halo.hpp>
-#include <cpx/plan/relayout.hpp>
+#include <cpx/plan/relayout_lanes.hpp>
 
 #include <algorithm>
 #include <bit>
@@ -28,8 +28,9 @@ struct carry_widths {
 
 /// What exchanges of any batch take at most.
 struct movement_room {
-    index_t runs = 0; ///< of rows, of all exchanges in one direction
-    index_t rows = 0; ///< that leave a rank, or come, in one exchange
+    index_t runs = 0;     ///< of rows, of all exchanges in one direction
+    index_t elements = 0; ///< that leave a rank, or come, in one exchange
+    index_t columns = 1;  ///< into how many runs of columns messages cut a row
 };
 
 namespace detail {
@@ -79,18 +80,52 @@ struct table_sizes {
     index_t rectangles = 0, staged = 0;
 };
 
-/// Returns what tables of any plans take at most that are like `plans` and have `room`: a rectangle for each run of
-/// rows and columns. `width`: elements of a row that moves whole, of `element` bytes each.
-inline table_sizes most_tables(std::span<plan const> plans, movement_room const& room, index_t width, int ranks,
-                               std::size_t element, caller here) {
-    index_t columns = 1, elements = width;
-    for (plan const& p : plans) {
-        elements = std::max({elements, p.source_width, p.target_width});
-        for (auto const* const messages : {&p.sends, &p.receives})
-            for (message const& m : *messages) columns = std::max(columns, std::ssize(m.columns) + 1);
+/// Returns what tables of any plans take at most that have `room`: a rectangle for each run of rows and columns, of
+/// elements of so many bytes.
+inline table_sizes most_tables(movement_room const& room, int ranks, std::size_t element, caller here) {
+    index_t const bytes = product("exchange", "bytes", {room.elements, static_cast<index_t>(element)}, here);
+    return {2 * room.columns * (room.runs + 2 * ranks), bytes + 256 * ranks}; // messages begin at multiples of 256
+}
+
+/// Returns how many of at most `rows` rows of a batch a rank has, at most, of so many sequences.
+template <any_sharding S>
+index_t most_held(S const& s, int rank, index_t rows, index_t sequences) {
+    if constexpr (in_cells<S>) {
+        index_t const runs = S::cuts == scope::batch ? 1 : sequences, unit = unit_of(s), chunks = s.policy().chunks();
+        index_t own = 0, share = rows;
+        for_each_chunk(s.policy(), rank, [&](int) { ++own; });
+        if (runs < rows / unit)
+            share = rows / chunks + 1 + runs * unit; // a chunk is a unit longer than its share, at most
+        if (own == 0 || share <= rows / own) return own * share;
     }
-    index_t const bytes = product("exchange", "bytes", {room.rows, elements, static_cast<index_t>(element)}, here);
-    return {2 * columns * (room.runs + 2 * ranks), bytes + 256 * ranks}; // messages begin at multiples of 256
+    return rows;
+}
+
+/// Returns what relayouts of any batch take at most that lead from one sharding to another. `width`: elements of a row
+/// that moves whole.
+template <any_sharding From, any_sharding To>
+movement_room relayout_room(From const& from, To const& to, int rank, index_t width, capacity const& most,
+                            caller here) {
+    auto const runs = [&](auto const& s) { return std::min(most.rows, most_runs(s, most, here)); };
+    auto const sections = from.sections().empty() ? to.sections() : from.sections();
+    movement_room room{.runs = runs(from) + runs(to), .columns = std::max<index_t>(1, std::ssize(sections))};
+    if constexpr (!From::every_row && !To::every_row) {
+        room.elements = product("movement", "elements", {from.ranks() > 1 ? most.rows : 0, width}, here);
+        return room;
+    }
+    relayout_columns const columns(from, to, rank);
+    auto const elements = [&](auto const& mine, auto const& other, bool out) {
+        index_t widest = 0, all = 0; // of messages
+        for (int peer = 0; peer < mine.ranks(); ++peer) {
+            index_t const own = peer == rank ? 0 : total(columns.of(peer, out)),
+                          shipped = sections.empty() ? own * width : own;
+            widest = std::max(widest, shipped), all += shipped;
+        }
+        if (!other.every_row) return product("movement", "elements", {most.rows, widest}, here); // a row has one holder
+        return product("movement", "elements", {most_held(mine, rank, most.rows, most.sequences), all}, here);
+    };
+    room.elements = std::max(elements(from, to, true), elements(to, from, false));
+    return room;
 }
 
 /// What a movement knows of a kind of plan: what tells a batch from others, the plan of another one, its exchanges in
@@ -121,16 +156,13 @@ struct moved<relayout_plan<From, To>> : moved_at_once<relayout_plan<From, To>> {
         return relayout(std::get<0>(of), std::get<1>(of), p.rank, here);
     }
     static bool mirrors(plan_type const& p) { return p.kind == flow::moves || p.kind == flow::selects; }
-    static std::vector<lane_plan> lanes(plan_type const& p, index_t, bool) {
-        if constexpr (routed<From, To>)
-            if (auto const all = common_cells(p.from, p.to))
-                return {{p.rank, flow::moves, *all, routed_lanes(p.from.policy(), p.rank, p.to.policy()),
-                         routed_lanes(p.to.policy(), p.rank, p.from.policy())}};
-        return {};
+    static std::vector<lane_plan> lanes(plan_type const& p, index_t, bool back) {
+        auto made = relayout_lanes(p.from, p.to, p);
+        if (!made) return {};
+        return {back ? made->transposed(p.plan::transposed().kind) : std::move(*made)};
     }
-    static movement_room room(plan_type const& p, index_t, capacity const& most, caller here) {
-        auto const runs = [&](auto const& s) { return std::min(most.rows, most_runs(s, most, here)); };
-        return {runs(p.from) + runs(p.to), most.rows};
+    static movement_room room(plan_type const& p, index_t width, capacity const& most, caller here) {
+        return relayout_room(p.from, p.to, p.rank, width, most, here);
     }
 };
 
@@ -150,9 +182,9 @@ struct moved<halo_plan<S>> : moved_at_once<halo_plan<S>> {
         }
         return {};
     }
-    static movement_room room(plan_type const& p, index_t, capacity const& most, caller here) {
+    static movement_room room(plan_type const& p, index_t width, capacity const& most, caller here) {
         index_t const rows = most_beside(p.sharding, p.reach, most, here);
-        return {2 * rows, rows};
+        return {2 * rows, product("movement", "elements", {rows, width}, here)};
     }
 };
 
@@ -196,8 +228,8 @@ struct moved<carry_plan<How, S>> {
         index_t const runs = most_segments(p.sharding, most, here); // in each exchange of a scan, in one of a series
         auto const pieces = static_cast<std::size_t>(most_runs(p.sharding, most, here));
         index_t const times = scans ? static_cast<index_t>(std::bit_width(pieces)) : 1;
-        index_t const rows = scans ? (width.state + width.map) / row_width(width) : 1;
-        return {2 * runs * times, product("movement", "rows of states", {runs, rows}, here)};
+        index_t const elements = width.state + (scans ? width.map : 0);
+        return {2 * runs * times, product("movement", "elements of states", {runs, elements}, here)};
     }
 };
 

@@ -5,6 +5,7 @@
 #include <cpx/plan/lanes.hpp>
 #include <cpx/plan/rectangles.hpp>
 
+#include <algorithm>
 #include <cstring>
 #include <span>
 #include <utility>
@@ -19,10 +20,10 @@ struct lane_end {
     std::int32_t buffer, first, last, own, peer, unused;
 };
 
-/// The rectangles of one lane: one for every sequence, which may be empty.
+/// The rectangles of some columns of one lane: one for every run of rows that is cut, which may be empty.
 struct lane_job {
     lane_end source, target;
-    rectangle* to;              ///< of the first sequence
+    rectangle* to;              ///< of the first run
     std::int32_t bytes, slices; ///< of a row; of the launch before these
     std::int32_t unused, from;  ///< from which exchange: its cells are `cells[from]`
 };
@@ -33,9 +34,15 @@ struct number_job {
     index_t number, count, offsets;
 };
 
-/// Begins a list of numbers: offsets, lanes, cells and jobs follow.
+/// A rectangle that the host knows: of a message that is one run of rows.
+struct known_rectangle {
+    rectangle* to;
+    rectangle of;
+};
+
+/// Begins a list of numbers: offsets, lanes, cells, jobs, numbers and rectangles follow.
 struct lane_list {
-    std::int32_t sequences, lanes, cells, jobs, numbers, unused;
+    std::int32_t sequences, lanes, cells, jobs, numbers, known;
 
     CPX_HOST_DEVICE index_t const* offsets() const { return reinterpret_cast<index_t const*>(this + 1); }
     CPX_HOST_DEVICE lane const* all_lanes() const { return reinterpret_cast<lane const*>(offsets() + sequences + 1); }
@@ -46,9 +53,12 @@ struct lane_list {
     CPX_HOST_DEVICE number_job const* all_numbers() const {
         return reinterpret_cast<number_job const*>(all_jobs() + jobs);
     }
+    CPX_HOST_DEVICE known_rectangle const* all_known() const {
+        return reinterpret_cast<known_rectangle const*>(all_numbers() + numbers);
+    }
 };
 
-/// Writes the rectangles of one job: `thread` of `threads` those of its sequences. `sum(n, total)` returns the sum of n
+/// Writes the rectangles of one job: `thread` of `threads` those of its runs. `sum(n, total)` returns the sum of n
 /// over the threads before this one, and adds that of all to `total`.
 template <class Sum>
 CPX_HOST_DEVICE void list_lane(lane_list const& all, lane_job const& job, int thread, int threads, Sum&& sum) {
@@ -60,9 +70,10 @@ CPX_HOST_DEVICE void list_lane(lane_list const& all, lane_job const& job, int th
     r.source_buffer = static_cast<std::int16_t>(job.source.buffer);
     r.target_buffer = static_cast<std::int16_t>(job.target.buffer);
     r.bytes = job.bytes;
-    for (int begin = 0; begin < all.sequences; begin += threads) {
+    int const runs = cells.runs(all.sequences);
+    for (int begin = 0; begin < runs; begin += threads) {
         int const s = begin + thread;
-        index_t const n = s < all.sequences ? all.offsets()[s + 1] - all.offsets()[s] : 0;
+        index_t const n = s < runs ? cells.run(all.offsets(), all.sequences, s).size() : 0;
         auto const begins = cells.begins(balanced, n);
         // Returns the row at which the own lane begins.
         auto const place = [&](lane_end const& end, index_t& rows) {
@@ -83,7 +94,7 @@ CPX_HOST_DEVICE void list_lane(lane_list const& all, lane_job const& job, int th
         r.set_vector();
         index_t const earlier = slices;
         r.first = static_cast<std::int32_t>(earlier + sum(index_t{r.slices()}, slices));
-        if (s < all.sequences) job.to[s] = r;
+        if (s < runs) job.to[s] = r;
     }
 }
 
@@ -93,6 +104,7 @@ struct lane_work {
     std::vector<lane_cells> cells = {};
     std::vector<lane_job> jobs = {};
     std::vector<number_job> numbers = {};
+    std::vector<known_rectangle> known = {};
 
     void add(lane_work const& more) {
         auto const before = static_cast<int>(std::ssize(lanes)), exchanges = static_cast<int>(std::ssize(cells));
@@ -105,18 +117,23 @@ struct lane_work {
         lanes.insert(lanes.end(), more.lanes.begin(), more.lanes.end());
         cells.insert(cells.end(), more.cells.begin(), more.cells.end());
         numbers.insert(numbers.end(), more.numbers.begin(), more.numbers.end());
+        known.insert(known.end(), more.known.begin(), more.known.end());
     }
     /// Returns how many numbers the kernel reads.
     index_t size(thd const& batch) const {
         auto const words = [](auto const& of) { return of.size() * sizeof(of[0]) / sizeof(index_t); };
         return static_cast<index_t>(sizeof(lane_list) / sizeof(index_t) + words(batch.offsets()) + words(lanes) +
-                                    words(cells) + words(jobs) + words(numbers));
+                                    words(cells) + words(jobs) + words(numbers) + words(known));
     }
     /// Returns them: a `lane_list`.
     std::vector<index_t> list(thd const& batch) const {
         auto const count = [](auto const& of) { return static_cast<std::int32_t>(std::ssize(of)); };
-        lane_list const head{
-            static_cast<std::int32_t>(batch.sequences()), count(lanes), count(cells), count(jobs), count(numbers), 0};
+        lane_list const head{static_cast<std::int32_t>(batch.sequences()),
+                             count(lanes),
+                             count(cells),
+                             count(jobs),
+                             count(numbers),
+                             count(known)};
         std::vector<index_t> list;
         list.reserve(static_cast<std::size_t>(this->size(batch)));
         auto const add = [&](auto const& of) {
@@ -130,26 +147,27 @@ struct lane_work {
         add(cells);
         add(jobs);
         add(numbers);
+        add(known);
         return list;
     }
 };
 
-/// The rectangles of lanes, from `to` on: a job for each lane that is copied, of a rectangle for each sequence.
+/// The rectangles of lanes, from `to` on: a job for some columns of each lane that is copied, of a rectangle for each
+/// run that is cut; one rectangle for a message that is one run.
 class lane_tables {
 public:
-    lane_tables(thd const& batch, row_shapes const& shape, rectangle* to) : batch_(batch), shape_(shape), to_(to) {}
+    lane_tables(thd const& batch, rectangle* to) : batch_(batch), to_(to) {}
 
     /// Goes on to the next plan. Returns false if its lanes do not tell what moves.
-    bool next(lane_plan const& p) {
+    bool next(lane_plan const& p, row_shapes const& shape) {
         index_t const most = index_t{1} << 30; // rows, and bytes of them, as a kernel counts them
-        if (bytes() >= most || batch_.tokens() >= most) return false;
-        rectangle row{};
-        row.bytes = static_cast<std::int32_t>(bytes());
-        plan_ = &p;
+        plan_ = &p, shape_ = shape;
+        if (std::max(bytes(true), bytes(false)) >= most || batch_.tokens() >= most) return false;
         for (bool const out : {true, false}) {
-            auto counts = count_lanes(lanes(out), p.cells, batch_, row.slice());
+            auto counts = count_lanes(lanes(out), p.cells, batch_, slice(bytes(out)));
             if (!counts) return false;
             counts_[out] = std::move(*counts);
+            slices_of_[out] = {{slice(bytes(out)), std::move(counts_[out].slices)}};
             first_[out] = static_cast<int>(std::ssize(work_.lanes));
             work_.lanes.insert(work_.lanes.end(), lanes(out).begin(), lanes(out).end());
         }
@@ -157,7 +175,7 @@ public:
         return true;
     }
     index_t rows(bool out) const { return counts_[out].rows; }
-    index_t rectangles() const { return std::ssize(work_.jobs) * batch_.sequences(); }
+    index_t rectangles() const { return rectangles_; }
     lane_work const& work() const { return work_; }
 
     // As `listed_rectangles` has them.
@@ -165,51 +183,118 @@ public:
     int rank() const { return plan_->rank; }
     template <class F>
     void each(bool out, F&& f) {
+        auto const peers = static_cast<int>(std::ssize(columns(out).of));
         for (auto const& m : counts_[out].messages)
-            f(message_rows{m.peer, m.count, bytes(), pitch(out), m.runs == 1 ? m.first : -1}, [&](index_t base) {
-                for_each_of(m.peer, out, [&](int i) {
-                    lane_end const packed{base, bytes(), out ? 2 : 3, first_[out], last(out), i, m.peer, 0};
-                    add(out ? end(i, true) : packed, out ? packed : end(i, false), i, out);
+            for (int peer = m.peer < 0 ? 0 : m.peer, end = m.peer < 0 ? peers : m.peer + 1; peer < end; ++peer) {
+                auto const shipped = columns_of(peer, out);
+                index_t const width = total(shipped), first = m.runs == 1 ? m.first : -1;
+                f(message_rows{peer, m.count, width, pitch(out), first}, [&](index_t base) {
+                    index_t column = 0; // of the packed row, bytes
+                    for (run const c : shipped) {
+                        lane_end const packed{base + std::exchange(column, column + c.count),
+                                              width,
+                                              out ? 2 : 3,
+                                              first_[out],
+                                              last(out),
+                                              -1,
+                                              m.peer,
+                                              0};
+                        if (first >= 0)
+                            add_run(first, m.count, c, packed, out);
+                        else
+                            for_each_of(peer, out, [&](int i) {
+                                auto at = packed;
+                                at.own = i;
+                                add(out ? end_of(i, c.first, true) : at, out ? at : end_of(i, c.first, false), i, out,
+                                    c.count);
+                            });
+                    }
                 });
-            });
+            }
     }
     void keep() {
         int to = first_[0]; // both ends have the same ranges, in one order
         for_each_of(rank(), true, [&](int i) {
-            while (work_.lanes[static_cast<std::size_t>(to)].peer != rank()) ++to;
-            add(end(i, true), end(to++, false), i, true);
+            while (!work_.lanes[static_cast<std::size_t>(to)].is_of(rank())) ++to;
+            zip_runs(columns_of(rank(), true), columns_of(rank(), false), [&](index_t from, index_t at, index_t count) {
+                add(end_of(i, from, true), end_of(to, at, false), i, true, count);
+            });
+            ++to;
         });
     }
     launch_size launch() {
-        index_t const jobs = std::ssize(work_.jobs) - std::exchange(launched_, std::ssize(work_.jobs));
-        return {static_cast<int>(jobs * batch_.sequences()), std::exchange(slices_, 0)};
+        index_t const before = std::exchange(launched_, rectangles_);
+        return {static_cast<int>(rectangles_ - before), std::exchange(slices_, 0)};
     }
 
 private:
-    index_t bytes() const { return shape_.source_width * shape_.element; }
+    static index_t slice(index_t bytes) {
+        rectangle row{};
+        row.bytes = static_cast<std::int32_t>(bytes);
+        return row.slice();
+    }
+    index_t bytes(bool out) const { return (out ? shape_.source_width : shape_.target_width) * shape_.element; }
     index_t pitch(bool out) const { return (out ? shape_.source_stride : shape_.target_stride) * shape_.element; }
     std::vector<lane> const& lanes(bool out) const { return out ? plan_->sends : plan_->receives; }
+    lane_columns const& columns(bool out) const { return out ? plan_->source : plan_->target; }
+    /// Returns the columns that a message has of a row here, in bytes.
+    std::vector<run> columns_of(int peer, bool out) const {
+        lane_columns const& all = columns(out);
+        if (all.of.empty()) return {{0, bytes(out)}};
+        auto const& own = all.of[static_cast<std::size_t>(peer)];
+        if (own.empty()) return {};
+        return columns_in_bytes(all.width > 0 ? own : std::vector<run>(), bytes(out) / shape_.element, shape_.element);
+    }
     int last(bool out) const { return first_[out] + static_cast<int>(lanes(out).size()); }
     template <class F>
     void for_each_of(int peer, bool out, F&& f) const {
         for (int i = first_[out]; i < last(out); ++i)
-            if (work_.lanes[static_cast<std::size_t>(i)].peer == peer) f(i);
+            if (work_.lanes[static_cast<std::size_t>(i)].is_of(peer)) f(i);
     }
-    lane_end end(int i, bool out) const { return {0, pitch(out), !out, first_[out], last(out), i, -1, 0}; }
-    void add(lane_end const& source, lane_end const& target, int i, bool out) {
-        work_.jobs.push_back({source, target, to_ + rectangles(), static_cast<std::int32_t>(bytes()), slices_, 0,
+    lane_end end_of(int i, index_t column, bool out) const {
+        return {column, pitch(out), !out, first_[out], last(out), i, -1, 0};
+    }
+    void add(lane_end const& source, lane_end const& target, int i, bool out, index_t bytes) {
+        work_.jobs.push_back({source, target, to_ + rectangles_, static_cast<std::int32_t>(bytes), slices_, 0,
                               static_cast<std::int32_t>(std::ssize(work_.cells)) - 1});
-        slices_ += static_cast<int>(counts_[out].slices[static_cast<std::size_t>(i - first_[out])]);
+        rectangles_ += plan_->cells.runs(static_cast<int>(batch_.sequences()));
+        slices_ += static_cast<int>(slices_of(out, bytes)[static_cast<std::size_t>(i - first_[out])]);
+    }
+    /// Adds columns of the rows from `first` on, of one end, to or from where they are packed.
+    void add_run(index_t first, index_t count, run column, lane_end const& packed, bool out) {
+        rectangle r{};
+        (out ? r.source : r.target) = first * pitch(out) + column.first;
+        (out ? r.target : r.source) = packed.base;
+        (out ? r.source_pitch : r.target_pitch) = pitch(out);
+        (out ? r.target_pitch : r.source_pitch) = packed.pitch;
+        r.rows = static_cast<std::int32_t>(count), r.bytes = static_cast<std::int32_t>(column.count);
+        r.source_buffer = static_cast<std::int16_t>(out ? 0 : packed.buffer);
+        r.target_buffer = static_cast<std::int16_t>(out ? packed.buffer : 1);
+        r.set_vector();
+        r.first = slices_;
+        slices_ += r.slices();
+        work_.known.push_back({to_ + rectangles_++, r});
+    }
+    /// Returns the slices of each lane of an end, of so many bytes a row.
+    std::vector<index_t> const& slices_of(bool out, index_t bytes) {
+        auto& known = slices_of_[out];
+        auto found = std::ranges::find(known, slice(bytes), &std::pair<index_t, std::vector<index_t>>::first);
+        if (found == known.end()) {
+            auto counts = count_lanes(lanes(out), plan_->cells, batch_, slice(bytes));
+            found = known.insert(found, {slice(bytes), std::move(counts->slices)});
+        }
+        return found->second;
     }
 
     thd const& batch_;
     lane_work work_;
     lane_plan const* plan_ = nullptr;
-    row_shapes shape_;
+    row_shapes shape_ = {};
     rectangle* to_;
-    lane_counts counts_[2] = {}; ///< of what comes, and of what leaves
+    lane_counts counts_[2] = {};                                         ///< of what comes, and of what leaves
+    std::vector<std::pair<index_t, std::vector<index_t>>> slices_of_[2]; ///< of lanes, by the rows of a slice
     int first_[2] = {}, slices_ = 0;
-    index_t launched_ = 0;
+    index_t rectangles_ = 0, launched_ = 0;
 };
 
 } // namespace cpx::detail

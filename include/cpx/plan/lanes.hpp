@@ -18,21 +18,28 @@ namespace cpx {
 /// Rows of every sequence that go to `peer`, or come from it; -1: they stay. From `from` rows after cell `first` begins
 /// to `to` rows after cell `last` begins; where negative, before.
 struct lane {
+    static constexpr int everyone = -2; ///< a peer: every rank that has columns of them, this one among them
+
     int peer = -1;
     int first = 0, last = 0;
     int from = 0, to = 0;
     int unused = 0;
+
+    CPX_HOST_DEVICE constexpr bool is_of(int rank) const { return peer == rank || peer == everyone; }
 };
 
-/// Into what lanes cut a sequence.
+/// What lanes are of: each sequence, a state of each that has tokens, or the whole batch as one run of rows.
+enum class cut_runs : int { sequences, states, batch };
+
+/// Into what lanes cut a sequence, or the batch.
 struct lane_cells {
     int count = 1, unit = 1; ///< as balanced chunks, which begin at multiples of `unit` tokens
-    int states = 0;          ///< 1: every sequence that has tokens is one row
-    int least = 0;           ///< tokens of a sequence that has any, with which the lanes tell what moves
+    cut_runs of = cut_runs::sequences;
+    int least = 0; ///< tokens of a sequence that has any, with which the lanes tell what moves
 
     /// Returns what says where a cell of a sequence of `length` tokens begins.
     CPX_HOST_DEVICE constexpr auto begins(detail::balanced_begins const& all, index_t length) const {
-        index_t const n = states != 0 && length > 0 ? 1 : length;
+        index_t const n = of == cut_runs::states && length > 0 ? 1 : length;
         return [at = all.of(n), n, cells = count, multiple = index_t{unit}](int cell) -> index_t {
             if (cell == cells) return n;
             index_t const place = at(cell);
@@ -40,6 +47,12 @@ struct lane_cells {
             index_t const nearest = (place + multiple / 2) / multiple * multiple;
             return nearest < n ? nearest : n;
         };
+    }
+    /// Returns how many runs of rows are cut of a batch of so many sequences.
+    CPX_HOST_DEVICE constexpr int runs(int sequences) const { return of == cut_runs::batch ? 1 : sequences; }
+    /// Returns the rows of such a run, from cu_seqlens of as many sequences.
+    CPX_HOST_DEVICE constexpr range run(index_t const* offsets, int sequences, int i) const {
+        return of == cut_runs::batch ? range{offsets[0], offsets[sequences]} : range{offsets[i], offsets[i + 1]};
     }
 };
 
@@ -49,14 +62,21 @@ CPX_HOST_DEVICE constexpr range rows_in(lane const& l, Begins const& begins) {
     return {begins(l.first) + l.from, begins(l.last) + l.to};
 }
 
+/// What messages have of the rows at one end of an exchange.
+struct lane_columns {
+    index_t width = 0;                     ///< elements of a local row, or 0: rows of any width, which move whole
+    std::vector<std::vector<run>> of = {}; ///< of every peer, those without any get nothing; empty: all columns
+};
+
 /// One exchange of one rank, of every batch: lanes tile its rows at either end, in their order, sequence by sequence.
 struct lane_plan {
     int rank = 0;
     flow kind = flow::moves;
     lane_cells cells = {};
     std::vector<lane> sends = {}, receives = {};
+    lane_columns source = {}, target = {};
 
-    lane_plan transposed(flow back) const { return {rank, back, cells, receives, sends}; }
+    lane_plan transposed(flow back) const { return {rank, back, cells, receives, sends, target, source}; }
 };
 
 namespace detail {
@@ -64,7 +84,14 @@ namespace detail {
 /// Cells of which a reciprocal tells exactly where they begin, see `balanced_begins`.
 inline constexpr int most_cells = (1 << 16) - 1;
 
-/// Shardings of which lanes tell what moves: each sequence is cut by a layout, and by a cut of cpx's.
+/// Shardings that cut each sequence by a layout, and by a cut of cpx's, or the batch where no sequence moves the cut:
+/// lanes tell what moves between them.
+template <class S>
+inline constexpr bool in_cells = false;
+template <layout P, scope Scope, cut Cut>
+inline constexpr bool in_cells<sharding<P, Scope, Cut>> =
+    Scope == scope::sequence ? ascends<Cut> : std::same_as<Cut, balanced>;
+/// Those of which lanes also tell what is beside segments: they cut each sequence.
 template <class S>
 inline constexpr bool in_lanes = false;
 template <layout P, cut Cut>
@@ -75,12 +102,19 @@ int unit_of(S const& s) {
     if constexpr (requires { s.cut().unit(); }) return s.cut().unit();
     return 1;
 }
-/// Returns whether two shardings cut alike, whatever their batches.
+/// Returns whether two shardings cut alike, or share alike, whatever their batches.
 template <class S>
 bool cut_alike(S const& a, S const& b) {
-    if constexpr (in_lanes<S>)
+    if constexpr (S::every_row) {
+        if (a.ranks() != b.ranks() || !std::ranges::equal(a.sections(), b.sections())) return false;
+        for (section const& s : a.sections())
+            for (int r = 0; r < a.ranks(); ++r)
+                if (!(a.heads(r, s.heads) == b.heads(r, s.heads))) return false;
+        return true;
+    } else if constexpr (in_cells<S>) {
         if constexpr (std::equality_comparable<typename S::layout_type>)
             return a.policy() == b.policy() && a.cut() == b.cut();
+    }
     return false;
 }
 
@@ -139,7 +173,7 @@ std::vector<lane_plan> state_lanes(P const& layout, int unit, int rank, bool bac
     for (int c = 1; c < layout.chunks(); ++c) {
         int const lower = layout.owner(c - 1), upper = layout.owner(c);
         if (lower == upper) continue;
-        lane_plan p{.rank = rank, .kind = flow::copies, .cells = {.states = 1, .least = least}};
+        lane_plan p{.rank = rank, .kind = flow::copies, .cells = {.of = cut_runs::states, .least = least}};
         if (lower == rank) p.sends.push_back({upper, 0, 1});
         if (upper == rank) p.receives.push_back({lower, 0, 1});
         list.push_back(back ? p.transposed(p.kind) : p);
@@ -159,7 +193,7 @@ std::vector<lane_plan> scan_lanes(P const& layout, int unit, int rank, int state
     int const length = static_cast<int>(holders.size()), least = bounded((index_t{unit} + 1) * layout.chunks());
     std::vector<lane_plan> list;
     for (int reach = 1; reach < length; reach *= 2) {
-        lane_plan p{.rank = rank, .kind = flow::copies, .cells = {.states = 1, .least = least}};
+        lane_plan p{.rank = rank, .kind = flow::copies, .cells = {.of = cut_runs::states, .least = least}};
         auto const lane_of = [&](int other, bool has_map) {
             return lane{holders[static_cast<std::size_t>(other)], 0, 0, 0, state_rows + (has_map ? map_rows : 0)};
         };
@@ -193,18 +227,18 @@ inline std::optional<lane_counts> count_lanes(std::vector<lane> const& lanes, la
                                               index_t slice) {
     lane_counts c{0, {}, std::vector<index_t>(lanes.size())};
     for (lane const& l : lanes)
-        if (l.peer >= 0) c.messages.push_back({l.peer});
+        if (l.peer != -1) c.messages.push_back({l.peer});
     std::ranges::sort(c.messages, {}, &lane_rows::peer);
     auto const same = [](lane_rows const& a, lane_rows const& b) { return a.peer == b.peer; };
     c.messages.erase(std::unique(c.messages.begin(), c.messages.end(), same), c.messages.end());
     std::vector<lane_rows*> to(lanes.size());
     for (std::size_t i = 0; i < lanes.size(); ++i)
-        if (lanes[i].peer >= 0) to[i] = &*std::ranges::find(c.messages, lanes[i].peer, &lane_rows::peer);
+        if (lanes[i].peer != -1) to[i] = &*std::ranges::find(c.messages, lanes[i].peer, &lane_rows::peer);
 
     balanced_begins const all(cells.count);
-    auto const offsets = batch.offsets();
-    for (std::size_t s = 0; s + 1 < offsets.size(); ++s) {
-        index_t const n = offsets[s + 1] - offsets[s];
+    auto const sequences = static_cast<int>(batch.sequences());
+    for (int s = 0; s < cells.runs(sequences); ++s) {
+        index_t const n = cells.run(batch.offsets().data(), sequences, s).size();
         if (n == 0) continue;
         if (n < cells.least) return {};
         auto const begins = cells.begins(all, n);

@@ -36,6 +36,35 @@ struct wire {
     index_t offset, bytes;
 };
 
+/// Adds a run to those that it may go on from.
+inline void join(std::vector<run>& runs, run r) {
+    if (!runs.empty() && runs.back().first + runs.back().count == r.first)
+        runs.back().count += r.count;
+    else
+        runs.push_back(r);
+}
+/// Returns columns of rows of `width` elements, none: all, in bytes.
+inline std::vector<run> columns_in_bytes(std::vector<run> const& columns, index_t width, index_t element) {
+    std::vector<run> list;
+    if (columns.empty()) list.push_back({0, width * element});
+    for (run const c : columns) join(list, {c.first * element, c.count * element});
+    return list;
+}
+
+/// Calls `each(a, b, count)` for what runs of two lists that name equally many have in common, `most` at a time.
+template <class F>
+void zip_runs(std::vector<run> const& a, std::vector<run> const& b, F&& each) {
+    constexpr index_t most = index_t{1} << 30; // rows, and bytes of them, as a kernel counts them
+    std::size_t i = 0, j = 0;
+    for (index_t used_a = 0, used_b = 0; i < a.size() && j < b.size();) {
+        index_t const count = std::min({a[i].count - used_a, b[j].count - used_b, most});
+        if (count > 0) each(a[i].first + used_a, b[j].first + used_b, count);
+        used_a += count, used_b += count;
+        if (used_a == a[i].count) ++i, used_a = 0;
+        if (used_b == b[j].count) ++j, used_b = 0;
+    }
+}
+
 /// Rows and columns of one end of a message, as places in a buffer of `pitch` bytes a row.
 struct rectangle_end {
     std::vector<run> rows, columns; ///< columns in bytes
@@ -46,19 +75,8 @@ struct rectangle_end {
 
 /// Lists the rectangles that take `from` to `to`, which name equally many rows and columns.
 inline void list_rectangles(rectangle_end const& from, rectangle_end const& to, std::vector<rectangle>& list) {
-    constexpr index_t most = index_t{1} << 30; // rows, and bytes of them, as a kernel counts them
-    auto const zip = [](std::vector<run> const& a, std::vector<run> const& b, auto&& each) {
-        std::size_t i = 0, j = 0;
-        for (index_t used_a = 0, used_b = 0; i < a.size() && j < b.size();) {
-            index_t const count = std::min({a[i].count - used_a, b[j].count - used_b, most});
-            if (count > 0) each(a[i].first + used_a, b[j].first + used_b, count);
-            used_a += count, used_b += count;
-            if (used_a == a[i].count) ++i, used_a = 0;
-            if (used_b == b[j].count) ++j, used_b = 0;
-        }
-    };
-    zip(from.rows, to.rows, [&](index_t from_row, index_t to_row, index_t rows) {
-        zip(from.columns, to.columns, [&](index_t from_byte, index_t to_byte, index_t bytes) {
+    zip_runs(from.rows, to.rows, [&](index_t from_row, index_t to_row, index_t rows) {
+        zip_runs(from.columns, to.columns, [&](index_t from_byte, index_t to_byte, index_t bytes) {
             rectangle r{};
             r.source = from.base + from_row * from.pitch + from_byte;
             r.target = to.base + to_row * to.pitch + to_byte;
@@ -143,14 +161,12 @@ public:
 private:
     /// Returns one end of a message, in one of the caller's buffers.
     rectangle_end end_of(message const& m, bool out) const {
-        rectangle_end end{{}, m.columns, (out ? shape_.source_stride : shape_.target_stride) * shape_.element, !out, 0};
-        for (run const r : m.rows)
-            if (!end.rows.empty() && end.rows.back().first + end.rows.back().count == r.first)
-                end.rows.back().count += r.count;
-            else
-                end.rows.push_back(r);
-        if (end.columns.empty()) end.columns.push_back({0, out ? shape_.source_width : shape_.target_width});
-        for (run& c : end.columns) c = {c.first * shape_.element, c.count * shape_.element};
+        rectangle_end end{{},
+                          columns_in_bytes(m.columns, out ? shape_.source_width : shape_.target_width, shape_.element),
+                          (out ? shape_.source_stride : shape_.target_stride) * shape_.element,
+                          !out,
+                          0};
+        for (run const r : m.rows) join(end.rows, r);
         return end;
     }
     plan const& p_;

@@ -142,20 +142,28 @@ struct common_messages {
     bool known = false; ///< whether each row is sure to be in one message a peer
 };
 
-/// Shardings between which lanes tell what moves: of each sequence, by one cut.
+/// Shardings between which lanes tell what moves: of each sequence or of the batch, by one cut.
 template <class Mine, class Other>
 inline constexpr bool routed = false;
 template <any_sharding Mine, any_sharding Other>
-    requires in_lanes<Mine> && in_lanes<Other>
-inline constexpr bool routed<Mine, Other> = std::same_as<typename Mine::cut_type, typename Other::cut_type>;
+    requires in_cells<Mine> && in_cells<Other>
+inline constexpr bool routed<Mine, Other> =
+    Mine::cuts == Other::cuts && std::same_as<typename Mine::cut_type, typename Other::cut_type>;
 
-/// Returns into what both shardings cut a sequence, unless these are too many cells.
+/// Returns what a sharding cuts into so many cells, unless these are too many.
+template <any_sharding S>
+    requires in_cells<S>
+std::optional<lane_cells> cells_of(S const& s, index_t count) {
+    if (count > most_cells) return {};
+    return lane_cells{static_cast<int>(count), unit_of(s),
+                      S::cuts == scope::batch ? cut_runs::batch : cut_runs::sequences};
+}
+/// The same of what two shardings cut.
 template <any_sharding A, any_sharding B>
     requires routed<A, B>
 std::optional<lane_cells> common_cells(A const& a, B const& b) {
-    index_t const all = cells(a.policy(), b.policy());
-    if (!(a.cut() == b.cut()) || all > most_cells) return {};
-    return lane_cells{static_cast<int>(all), unit_of(a)};
+    if (!(a.cut() == b.cut())) return {};
+    return cells_of(a, cells(a.policy(), b.policy()));
 }
 
 /// Finds the messages of one end of an exchange by its lanes: each is scaled by the length of every sequence.
@@ -167,10 +175,11 @@ inline common_messages scale_lanes(std::vector<lane> const& lanes, lane_cells co
     std::vector<joined_rows> rows(peers.size());
     std::vector<index_t> most(peers.size()); // runs of a message
     std::vector<std::size_t> message_of;
+    auto const sequences = static_cast<int>(batch.sequences());
     for (lane const& l : lanes) {
         auto const m = static_cast<std::size_t>(std::ranges::lower_bound(peers, l.peer) - peers.begin());
         message_of.push_back(m);
-        most[m] += batch.sequences();
+        most[m] += cells.runs(sequences);
     }
     for (std::size_t i = 0; i < rows.size(); ++i)
         rows[i].runs.reserve(static_cast<std::size_t>(std::min(most[i], batch.tokens())));
@@ -178,12 +187,12 @@ inline common_messages scale_lanes(std::vector<lane> const& lanes, lane_cells co
     balanced_begins const all(cells.count);
     common_messages found;
     found.known = true;
-    for (index_t s = 0; s < batch.sequences(); ++s) {
-        index_t const offset = batch.offset(s);
-        auto const begins = cells.begins(all, batch.length(s));
+    for (int s = 0; s < cells.runs(sequences); ++s) {
+        range const cut = cells.run(batch.offsets().data(), sequences, s);
+        auto const begins = cells.begins(all, cut.size());
         for (std::size_t i = 0; i < lanes.size(); ++i)
             if (range const common = rows_in(lanes[i], begins); !common.empty()) {
-                rows[message_of[i]].add(found.rows, {offset + common.first, offset + common.last});
+                rows[message_of[i]].add(found.rows, {cut.first + common.first, cut.first + common.last});
                 found.rows += common.size();
             }
     }

@@ -235,9 +235,9 @@ private:
     }
     /// Throws unless capacity and widths are sizes, and the first batch fits: before anything is prepared.
     capacity const& checked(capacity const& most, caller here) const {
-        static_cast<void>(kind::room(plan_, width_, most, here));
         static_cast<void>(
             detail::product("movement", "elements of a tensor", {kind::row_width(width_), most.rows}, here));
+        static_cast<void>(kind::room(plan_, width_, most, here));
         require_room(now_, most, here);
         return most;
     }

@@ -6,13 +6,16 @@ namespace binding {
 
 namespace {
 
-/// What may leave or come, at most, by plans between two layouts.
-cpx::movement_room room_for(relayout_value const& plan, cpx::capacity const& most) {
-    auto const runs = [&](any_layout const& l) {
-        return l.visit(
-            [&](auto const& s) { return std::min(most.rows, cpx::detail::most_runs(s, most, cpx::caller::here())); });
-    };
-    return {runs(plan.from) + runs(plan.to), plan.from.ranks() > 1 ? most.rows : 0};
+/// What may leave or come, at most, by plans between two layouts, of rows of `width` elements.
+cpx::movement_room room_for(relayout_value const& plan, cpx::index_t width, cpx::capacity const& most) {
+    return plan.from.visit([&](auto const& from) {
+        return plan.to.visit([&](auto const& to) {
+            auto const room = [&](auto const& a, auto const& b) {
+                return cpx::detail::relayout_room(a, b, plan.plan.rank, width, most, cpx::caller::here());
+            };
+            return plan.back ? room(to, from) : room(from, to);
+        });
+    });
 }
 
 template <class T>
@@ -41,7 +44,7 @@ void run(device_group& g, relayout_value const& plan, tensor const& x, tensor co
         },
         [&](cpx::capacity const& most) {
             cuda::exchange_options of;
-            if (most.rows > 0) of.room = room_for(plan, most);
+            if (most.rows > 0) of.room = room_for(plan, width, most);
             return std::make_unique<cuda::exchange<T>>(listed(), width, g.nccl(), of);
         },
         [&](cuda::exchange<T>& made) {

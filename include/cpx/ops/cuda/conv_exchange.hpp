@@ -130,7 +130,7 @@ private:
         if (moved.local) return; // then there is nothing to move
         moved.local = true;      // the ranks have compared their plans
         exchange_options of{.from_stride = stride};
-        if (later_) of.room = {2 * beside_, beside_};
+        if (later_) of.room = {2 * beside_, beside_ * channels_};
         std::array ways{std::move(lanes), std::vector<lane_plan>()};
         to.emplace(std::span<cpx::plan const>(&moved, 1), std::move(ways), channels_, comm_, of, here);
     }
