@@ -114,20 +114,23 @@ TEST_SUITE("cuda") {
         if (!has_gpus()) return;
         using packing = std::vector<index_t>;
         bool const half = std::same_as<T, __half>;
-        for (auto const& [lengths, heads, gradients] :
-             {std::tuple(packing{0, 1, 2, 31, 32, 33, 63, 64, 65, 127, 129, 300}, cpx::attention_heads{4, 2, 64}, 1.),
-              std::tuple(packing{4099}, cpx::attention_heads{1, 1, 64}, 1.),
-              std::tuple(packing{257, 1, 96}, cpx::attention_heads{3, 1, 128}, 1.),
-              std::tuple(packing{257, 1, 96}, cpx::attention_heads{2, 1, 104}, 0x1p-13), // weights of half underflow
-              std::tuple(packing{190, 71}, cpx::attention_heads{4, 1, 256}, 1.)}) {
-            problem p = random_problem<T>(support::lengths(lengths), heads, 11);
-            for (double& x : p.dout) x *= gradients;
-            CAPTURE(lengths);
-            CAPTURE(heads.dim);
+        struct hard {
+            packing lengths;
+            cpx::attention_heads heads;
+            double gradients = 1;
+        };
+        for (hard const& of :
+             {hard{{0, 1, 2, 31, 32, 33, 63, 64, 65, 127, 129, 300}, {4, 2, 64}}, hard{{4099}, {1, 1, 64}},
+              hard{{257, 1, 96}, {3, 1, 128}}, hard{{257, 1, 96}, {2, 1, 104}, 0x1p-13}, // weights of half underflow
+              hard{{190, 71}, {4, 1, 256}}}) {
+            problem p = random_problem<T>(support::lengths(of.lengths), of.heads, 11);
+            for (double& x : p.dout) x *= of.gradients;
+            CAPTURE(of.lengths);
+            CAPTURE(of.heads.dim);
             results exact(p), plain(p), on_cores(p);
             on_host(p, exact);
             CHECK(run_path<T>(p, cuda::attention_path::plain, plain) == cuda::attention_path::plain);
-            auto const most = cuda::attention_path_of<T>(heads.dim);
+            auto const most = cuda::attention_path_of<T>(of.heads.dim);
             CHECK(run_path<T>(p, cuda::attention_path::tensor_cores, on_cores) == most);
             // a rounded weight is off by at most this share of itself, and sums of such terms by less
             double const rounding = half ? 0x1p-11 : 0x1p-8;

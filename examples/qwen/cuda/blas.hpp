@@ -30,8 +30,7 @@ public:
     template <class Out>
     void operator()(factor<T> a, factor<T> b, index_t inner, float before, rows<Out> c) const {
         if (c.count() * c.width() == 0) return;
-        fixed_product<T, Out> const fixed{a, b, inner, before, c};
-        if (fixed_) return for_each_element(memory_, c.count(), c.width(), fixed);
+        if (fixed_) return for_each_element(memory_, c.count(), c.width(), fixed_product{a, b, inner, before, c});
         if (inner == 0) return;
         float const one = 1;
         // cuBLAS counts along columns: what is row-major here is transposed there, c^T = b a^T.

@@ -37,5 +37,7 @@ struct fixed_product {
         c(i, j) = static_cast<Out>(sum);
     }
 };
+template <class T, class Out> // for clang++ before 17
+fixed_product(factor<T>, factor<T>, index_t, float, rows<Out>) -> fixed_product<T, Out>;
 
 } // namespace qwen::gpu
