@@ -2,6 +2,7 @@
 // Attention of sequences that go on, over keys and values that every rank keeps where it had them.
 #pragma once
 
+#include <cpx/core/element.hpp>
 #include <cpx/core/hash.hpp>
 #include <cpx/layout/head_sharded.hpp>
 #include <cpx/layout/piecewise.hpp>
@@ -25,6 +26,10 @@ class cached_attention;
 template <class T, any_memory M = host_memory>
 class attention_cache {
 public:
+    static_assert(
+        !std::same_as<T, detail::untold>,
+        "cpx: an attention_cache cannot tell its elements; write attention_cache<float>(heads, sharding, rank)");
+
     /// `sharding` is on what keys and values are: by tokens, whatever their layout; by heads; or replicated. Of its
     /// batch only the number of sequences counts. Throws `cpx::error` if there is no such rank or heads do not fit.
     template <any_sharding S>
@@ -39,7 +44,7 @@ public:
         requires std::default_initializable<M>
         : attention_cache(heads, sharding, rank, M(), here) {}
     template <class X = void>
-    explicit attention_cache(detail::any, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {})
+    explicit attention_cache(detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {})
         : attention_cache(unfit<X>()) {}
 
     /// Appends the keys and values of a batch in which sequences go on, those of no token by none. k, v: (rows, key
@@ -54,8 +59,8 @@ public:
         static_assert(fits, "cpx: attention_cache of keys and values on two shardings, or of other elements than its");
         if constexpr (fits) keep<sharding_of<K>>(k.view(), v.view(), here);
     }
-    template <class X>
-    void append(X const&, detail::any = {}, detail::any = {}) {
+    template <class X = detail::any>
+    void append(X const& = {}, detail::any = {}, detail::any = {}) {
         static_assert(detail::never<X>, "cpx: append(k, v) wants two tensors; view other memory as sharded(rows, "
                                         "sharding, rank)");
     }
@@ -147,6 +152,10 @@ private:
     detail::cached_keys<T, M> kept_;
 };
 
+template <class X = void>
+attention_cache(detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {})
+    -> attention_cache<detail::untold>;
+
 /// Attention of a batch in which sequences go on, over what `attention_cache`s keep: of this batch, appended before,
 /// and of all before it. Made once a batch, for all layers.
 ///
@@ -163,8 +172,8 @@ public:
         : queries_(queries), everywhere_(queries.ranks(), queries.batch()), rank_(rank),
           gather_(relayout(source(queries, everywhere_), everywhere_, rank, here)),
           back_(relayout(parts(queries, here), joined(queries, here), rank, here)) {}
-    template <class X>
-    explicit cached_attention(X const&, detail::any = {}, detail::any = {}) : cached_attention(unfit<X>()) {}
+    template <class X = detail::any>
+    explicit cached_attention(X const& = {}, detail::any = {}, detail::any = {}) : cached_attention(unfit<X>()) {}
 
     /// Computes `o = softmax(scale q K^T) V` for every query over the tokens of its sequence up to its own.
     ///
@@ -291,8 +300,8 @@ private:
     relayout_plan<source_type, replicated<>> gather_;
     relayout_plan<parts_type, joined_type> back_;
 };
-template <class X>
-cached_attention(X const&, detail::any = {}, detail::any = {}) -> cached_attention<replicated<>>;
+template <class X = detail::any>
+cached_attention(X const& = {}, detail::any = {}, detail::any = {}) -> cached_attention<replicated<>>;
 template <any_sharding Q>
 cached_attention(Q const&, int) -> cached_attention<Q>;
 template <any_sharding Q>

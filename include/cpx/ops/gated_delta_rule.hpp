@@ -117,8 +117,8 @@ void gated_delta_rule(carry_plan<How, S> const& plan, delta_rule_tensors<T, X> c
                   "carry(q.sharding(), ...)");
     if constexpr (fits) detail::recur_on_host(plan, detail::gated_delta{heads, options}, detail::listed(t), comm, here);
 }
-template <class Plan>
-void gated_delta_rule(Plan const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
+template <class Plan = detail::any>
+void gated_delta_rule(Plan const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
                       detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<Plan>,
                   "cpx: gated_delta_rule wants a carry_plan, delta_rule_tensors, heads, options and a "

@@ -45,8 +45,8 @@ void gated_delta_rule_backward(carry_plan<How, S> const& plan, delta_rule_tensor
             recurrence_gradients<T, S, 5>{to.dout, {to.dq, to.dk, to.dv, to.dg, to.dbeta}, to.dfinal, to.dinitial},
             comm, here);
 }
-template <class Plan>
-void gated_delta_rule_backward(Plan const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
+template <class Plan = detail::any>
+void gated_delta_rule_backward(Plan const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
                                detail::any = {}, detail::any = {}) {
     static_assert(detail::never<Plan>,
                   "cpx: gated_delta_rule_backward wants a carry_plan, the forward's delta_rule_tensors, "

@@ -212,8 +212,8 @@ void recur(carry_plan<How, S> const& plan, R const& r, recurrence_tensors<T, X, 
                   "ops/local/recurrence.hpp says what a model has");
     if constexpr (fits && models) detail::recur_on_host(plan, r, t, comm, here);
 }
-template <class Plan>
-void recur(Plan const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
+template <class Plan = detail::any>
+void recur(Plan const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<Plan>,
                   "cpx: recur wants a carry_plan, a recurrence, recurrence_tensors and a cpx::transport; make the "
                   "plan with carry<scan>(sharding, rank)");
@@ -244,8 +244,8 @@ void recur_backward(carry_plan<How, S> const& plan, R const& r, recurrence_tenso
                   "inputs; ops/local/recurrence.hpp says what a model has");
     if constexpr (fits && same && models) detail::recur_backward_on_host(plan, r, t, to, comm, here);
 }
-template <class Plan>
-void recur_backward(Plan const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
+template <class Plan = detail::any>
+void recur_backward(Plan const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
                     detail::any = {}) {
     static_assert(detail::never<Plan>,
                   "cpx: recur_backward wants a carry_plan, a recurrence, recurrence_tensors, "
