@@ -341,7 +341,7 @@ TEST_SUITE("model") {
             names.push_back(field);
         }
         CHECK(fields(check_contract(moe, all)) == names);
-        std::vector<std::string> passages{"contract.cpp:", "contract " + moe + ": this run does not hold it:"};
+        std::vector<std::string> passages{"contract.cpp:", "contract " + moe + ": this job does not hold it:"};
         for (auto const& n : names) passages.push_back("\n  " + n + ": expected ");
         rejects(passages, [&] { require_contract(moe, all); });
         require_contract(moe, good);
