@@ -7449,7 +7449,10 @@ public:
 
     template <class X = detail::any>
     explicit movement(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {})
-        : movement(unmade<X>(), typename kind::width(), capacity(), *static_cast<Comm*>(nullptr)) {}
+        : movement(lacking<Plan>(), typename kind::width(), capacity(), lacking<Comm&>()) {
+        static_assert(detail::never<X>, "cpx: movement(plan, width, capacity, comm) wants a plan of its type, the "
+                                        "width of a row, a capacity and a cpx::transport");
+    }
 
     // Not of `detail::any`, which takes rows in braces as well as what wants them.
     template <class X, class... Rest>
@@ -7488,10 +7491,8 @@ public:
     }
 
 private:
-    template <class X>
-    static Plan unmade() {
-        static_assert(detail::never<X>, "cpx: movement(plan, width, capacity, comm) wants a plan of its type, the "
-                                        "width of a row, a capacity and a cpx::transport");
+    template <class Y>
+    static Y lacking() {
         throw;
     }
     template <class X>
