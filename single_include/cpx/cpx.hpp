@@ -239,8 +239,8 @@ inline void require_activation(char const* where, activation act, caller here) {
 // How a call that fits no function is refused in one sentence.
 
 // Beside what can be called stands an overload `template <class X = any> f(X const& = {}, any = {}, ...)` that any call
-// fits, one of nothing, too, but no better than the function itself. It asserts `never<X>`: name, what is wanted, how to
-// get it. A class has such a constructor, explicit, and such a deduction guide.
+// fits, one without arguments, too, but no better than the function itself. It asserts `never<X>`: name, what is
+// wanted, how to get it. A class has such a constructor, explicit, and such a deduction guide.
 namespace cpx::detail {
 
 /// A parameter that takes any argument, lists in braces too, where no other overload does.

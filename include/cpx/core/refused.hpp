@@ -10,8 +10,8 @@
 #include <type_traits>
 
 // Beside what can be called stands an overload `template <class X = any> f(X const& = {}, any = {}, ...)` that any call
-// fits, one of nothing, too, but no better than the function itself. It asserts `never<X>`: name, what is wanted, how to
-// get it. A class has such a constructor, explicit, and such a deduction guide.
+// fits, one without arguments, too, but no better than the function itself. It asserts `never<X>`: name, what is
+// wanted, how to get it. A class has such a constructor, explicit, and such a deduction guide.
 namespace cpx::detail {
 
 /// A parameter that takes any argument, lists in braces too, where no other overload does.
