@@ -132,7 +132,7 @@ private:
             return cpx::sharded(x.data().columns(0, of_q), back_.from, rank(), at_.rank.memory());
         };
         auto const from = [=, this](queries<cpx::head_sharded<>> const& own) {
-            back_keys(own, all->view(), all->grad(), of_q);
+            this->back_keys(own, all->view(), all->grad(), of_q);
         };
         return at_.move(back_, again_,
                         attend(

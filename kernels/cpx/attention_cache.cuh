@@ -48,13 +48,13 @@ struct cached_tensors {
     __host__ __device__ int keys() const { return (skipped + heads - 1) / group + 1; }
 };
 
-/// What comes of stretches, which are numbered from 0 on: sums of weighted values, (stretches, heads, `part_width`);
+/// What comes of stretches, which are numbered from 0 on: sums of weighted values, (stretches, heads, `partial_width`);
 /// the highest score and the sum of weights, (stretches, heads).
-struct stretch_parts {
+struct stretch_partials {
     float* values;
     float2* weights;
 };
-__host__ __device__ constexpr int part_width(int dim) { return (dim + 3) / 4 * 4; }
+__host__ __device__ constexpr int partial_width(int dim) { return (dim + 3) / 4 * 4; }
 
 namespace attention {
 
@@ -96,12 +96,13 @@ struct block_stretch {
     __device__ bool has(int g) const { return g >= from && g < to; }
     /// Writes what comes of a head, `sum(column)`: by all threads of the block, so many.
     template <class T, class F>
-    __device__ void write(int threads, cached_tensors<T> const& t, stretch_parts const& to_parts, int g, float top,
-                          float all, F const& sum) const {
-        std::int64_t const part = std::int64_t{number} * t.heads + head + g;
-        int const width = part_width(t.dim);
-        for (int d = static_cast<int>(threadIdx.x); d < width; d += threads) to_parts.values[part * width + d] = sum(d);
-        if (threadIdx.x == 0) to_parts.weights[part] = {top, all};
+    __device__ void write(int threads, cached_tensors<T> const& t, stretch_partials const& to_partials, int g,
+                          float top, float all, F const& sum) const {
+        std::int64_t const partial = std::int64_t{number} * t.heads + head + g;
+        int const width = partial_width(t.dim);
+        for (int d = static_cast<int>(threadIdx.x); d < width; d += threads)
+            to_partials.values[partial * width + d] = sum(d);
+        if (threadIdx.x == 0) to_partials.weights[partial] = {top, all};
     }
 };
 
@@ -208,7 +209,7 @@ struct cache_sums {
 /// of `block_stretch`. E: columns of a lane, 32 E >= dim.
 template <class T, int E, int G>
 __global__ void __launch_bounds__(attention::threads)
-    attend_over_stretch(__grid_constant__ cached_tensors<T> const t, stretch_parts const parts) {
+    attend_over_stretch(__grid_constant__ cached_tensors<T> const t, stretch_partials const partials) {
     using namespace attention;
     using sums = cache_sums<T, E, G>;
     __shared__ array<float, warps, 32 * E> of_warps;
@@ -270,7 +271,7 @@ __global__ void __launch_bounds__(attention::threads)
             share[w] = at.begin + w * step_tokens < at.end ? expf(highest[w][g] - top) : 0.0f;
             all = fmaf(share[w], total[w][g], all);
         }
-        at.write(threads, t, parts, g, top, all, [&](int d) {
+        at.write(threads, t, partials, g, top, all, [&](int d) {
             float joined = 0.0f;
 #pragma unroll
             for (int w = 0; w < warps; ++w) joined = fmaf(share[w], of_warps[w][d], joined);
@@ -279,18 +280,18 @@ __global__ void __launch_bounds__(attention::threads)
     }
 }
 
-/// o = the parts of a query's head joined: some threads add every so many stretches, ascending, and then their sums are
-/// added in their order; 0 where it sees nothing. lse: (rows, heads), if it is memory. A grid of (queries, heads).
+/// o = the partials of a query's head joined: some threads add every so many stretches, ascending, and then their sums
+/// are added in their order; 0 where it sees nothing. lse: (rows, heads), if it is memory. A grid of (queries, heads).
 template <class T>
 __global__ void __launch_bounds__(attention::threads)
     join_stretches(__grid_constant__ rows<T> const o, __grid_constant__ rows<float> const lse,
-                   __grid_constant__ seen_list const queries, stretch_parts const parts, int dim) {
+                   __grid_constant__ seen_list const queries, stretch_partials const partials, int dim) {
     using namespace attention;
     __shared__ array<float, most_stretches> share;
     __shared__ float4 sums[threads];
     __shared__ float highest, total;
     wait_for_previous_kernel();
-    int const thread = static_cast<int>(threadIdx.x), heads = static_cast<int>(gridDim.y), width = part_width(dim),
+    int const thread = static_cast<int>(threadIdx.x), heads = static_cast<int>(gridDim.y), width = partial_width(dim),
               lanes = width > 128  ? 64
                       : width > 64 ? 32
                                    : 16,
@@ -303,7 +304,8 @@ __global__ void __launch_bounds__(attention::threads)
         float2 of[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i)
-            of[i] = thread + 32 * i < count ? parts.weights[first + (thread + 32 * i) * heads] : float2{-INFINITY, 0};
+            of[i] =
+                thread + 32 * i < count ? partials.weights[first + (thread + 32 * i) * heads] : float2{-INFINITY, 0};
         float const top = over_warp(fmaxf(of[0].x, of[1].x), [](float a, float b) { return fmaxf(a, b); });
         float all = 0.0f;
 #pragma unroll
@@ -321,7 +323,7 @@ __global__ void __launch_bounds__(attention::threads)
     if (has)
 #pragma unroll 8
         for (int i = group; i < count; i += threads / lanes) {
-            float4 const x = *reinterpret_cast<float4 const*>(parts.values + (first + i * heads) * width + 4 * lane);
+            float4 const x = *reinterpret_cast<float4 const*>(partials.values + (first + i * heads) * width + 4 * lane);
             sum.x = fmaf(share[i], x.x, sum.x), sum.y = fmaf(share[i], x.y, sum.y);
             sum.z = fmaf(share[i], x.z, sum.z), sum.w = fmaf(share[i], x.w, sum.w);
         }

@@ -197,7 +197,7 @@ struct core_cache_sums {
 /// of 16 bytes.
 template <class T, int D>
 __global__ void __launch_bounds__(attention::cache_threads)
-    attend_over_stretch_on_cores(__grid_constant__ cached_tensors<T> const t, stretch_parts const parts) {
+    attend_over_stretch_on_cores(__grid_constant__ cached_tensors<T> const t, stretch_partials const partials) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
     using namespace attention;
     constexpr int apart = D + 4; // of the sums of heads: what lanes write at once lies in all banks
@@ -247,7 +247,7 @@ __global__ void __launch_bounds__(attention::cache_threads)
             share[w] = at.begin + w * cache_keys < at.end ? power_of_two(highest[w][g] - top) : 0.0f;
             all = fmaf(share[w], total[w][g], all);
         }
-        at.write(cache_threads, t, parts, g, top * ln_2, all, [&](int d) {
+        at.write(cache_threads, t, partials, g, top * ln_2, all, [&](int d) {
             float sum = 0.0f;
 #pragma unroll
             for (int w = 0; w < cache_warps; ++w)

@@ -163,14 +163,14 @@ __device__ __forceinline__ void erase_and_write(Memory& memory, int at, ring<2> 
 }
 
 /// A sequence and value head along which a block walks.
-struct walk_part {
+struct walked_head {
     delta_sequence sequence;
     int number, head; ///< of the sequence
     int chunks;       ///< up to its last stretch or, Traced, all
 
-    /// Number `place` of all sequences, value heads and 2 / Halves parts of their channels.
+    /// Number `place` of all sequences, value heads and 2 / Halves ranges of their channels.
     template <bool Traced, int Halves>
-    static __device__ __forceinline__ walk_part at(delta_walk const& in, int place) {
+    static __device__ __forceinline__ walked_head at(delta_walk const& in, int place) {
         int const heads = in.key_heads * in.group, chain = place * Halves / 2;
         delta_sequence const sequence = in.plan.sequences[chain / heads];
         return {sequence, chain / heads, chain % heads,
@@ -178,16 +178,16 @@ struct walk_part {
     }
 };
 
-/// Calls `f(walk_part)` for what a block walks along, of the blocks from number `before` on.
+/// Calls `f(walked_head)` for what a block walks along, of the blocks from number `before` on.
 template <bool Traced, int Halves, class F>
-__device__ __forceinline__ void each_part(delta_walk const& in, int before, F&& f) {
+__device__ __forceinline__ void each_head(delta_walk const& in, int before, F&& f) {
     int place = static_cast<int>(blockIdx.x) - before;
     if constexpr (Halves == 1) {
-        f(walk_part::at<Traced, 1>(in, place));
+        f(walked_head::at<Traced, 1>(in, place));
     } else {
         asm volatile("" : "+r"(place)); // or it would be kept from the kernel's beginning on
         while (place < in.plan.count * in.key_heads * in.group) {
-            f(walk_part::at<Traced, 2>(in, place));
+            f(walked_head::at<Traced, 2>(in, place));
             int blocks = static_cast<int>(gridDim.x);
             asm volatile("" : "+r"(blocks)); // likewise
             place += blocks - before;
@@ -206,13 +206,13 @@ struct along_loads {
 /// Loads a sequence of a walk along, by a warp.
 template <int Halves, bool Erases, bool Back>
 __device__ __forceinline__ void load_along(CUtensorMap const& keys, CUtensorMap const& values, delta_walk const& in,
-                                           state_memory<Halves, Erases>& memory, walk_part const& part, int first_half,
-                                           along_loads<Halves, Erases>& at) {
-    int const heads = in.key_heads * in.group, head = part.head;
-    delta_sequence const& sequence = part.sequence;
+                                           state_memory<Halves, Erases>& memory, walked_head const& walked,
+                                           int first_half, along_loads<Halves, Erases>& at) {
+    int const heads = in.key_heads * in.group, head = walked.head;
+    delta_sequence const& sequence = walked.sequence;
     auto& [r, landings] = at;
-    for (int i = 0; i < part.chunks; ++i, r.next()) {
-        int const c = Back ? part.chunks - 1 - i : i;
+    for (int i = 0; i < walked.chunks; ++i, r.next()) {
+        int const c = Back ? walked.chunks - 1 - i : i;
         int const row = sequence.chunk_begin(c), n = sequence.chunk_end(c) - row;
         bool const whole = n == delta_chunk;
         barrier& full = whole ? memory.full[r.at] : memory.landed;
@@ -242,17 +242,17 @@ __device__ __forceinline__ void load_along(CUtensorMap const& keys, CUtensorMap 
 /// The thread that tells the other kernels how far a walk along has come, every so many chunks: that takes long.
 template <bool Traced, int Halves, bool Erases, bool Back>
 __device__ __forceinline__ void publish_along(delta_walk const& in, state_memory<Halves, Erases>& memory,
-                                              walk_part const& part, int first_half, int every, int& parity) {
-    for (int c = 0; c < part.chunks; parity ^= 1) {
-        c = min(c + every, part.chunks);
+                                              walked_head const& walked, int first_half, int every, int& parity) {
+    for (int c = 0; c < walked.chunks; parity ^= 1) {
+        c = min(c + every, walked.chunks);
         wait(memory.written, parity);
         memory.seen.arrive();
 #pragma unroll
         for (int half = first_half; half < first_half + Halves; ++half)
             if (Traced)
-                publish(in.plan.flags + 2 * in.half_of(part.number, part.head, half) + (Back ? 1 : 0), c);
+                publish(in.plan.flags + 2 * in.half_of(walked.number, walked.head, half) + (Back ? 1 : 0), c);
             else
-                publish(in.plan.flags + in.half_of(part.sequence.first_stretch + c / every, part.head, half), 1);
+                publish(in.plan.flags + in.half_of(walked.sequence.first_stretch + c / every, walked.head, half), 1);
     }
 }
 
@@ -273,25 +273,25 @@ __device__ __forceinline__ void walk_along(CUtensorMap const& keys, CUtensorMap 
     int const first_half = Halves == 2 ? 0 : (static_cast<int>(blockIdx.x) - before) % 2;
     int const group = static_cast<int>(threadIdx.x) / 128;
     int const every = Traced ? walk_chunks : in.plan.stretch_chunks;
-    auto const each = [&](auto&& f) { each_part<Traced, Halves>(in, before, f); };
+    auto const each = [&](auto&& f) { each_head<Traced, Halves>(in, before, f); };
     if (group == 0) {
         cutlass::arch::warpgroup_reg_dealloc<40>();
         if (threadIdx.x < 32) {
             along_loads<Halves, Erases> at;
-            each([&](walk_part const& part) {
-                load_along<Halves, Erases, Back>(keys, values, in, memory, part, first_half, at);
+            each([&](walked_head const& walked) {
+                load_along<Halves, Erases, Back>(keys, values, in, memory, walked, first_half, at);
             });
         } else if (threadIdx.x == 32) {
             int parity = 0;
-            each([&](walk_part const& part) {
-                publish_along<Traced, Halves, Erases, Back>(in, memory, part, first_half, every, parity);
+            each([&](walked_head const& walked) {
+                publish_along<Traced, Halves, Erases, Back>(in, memory, walked, first_half, every, parity);
             });
         }
     } else if (group < first_group) {
         cutlass::arch::warpgroup_reg_dealloc<Halves == 2 ? 104 : 128>();
         if constexpr (Erases) {
             x_maker<layout> maker;
-            each([&](walk_part const& part) { maker.make(memory, part.chunks); });
+            each([&](walked_head const& walked) { maker.make(memory, walked.chunks); });
         }
     } else if (group < first_group + Halves) {
         cutlass::arch::warpgroup_reg_alloc<Halves == 2 ? 184 : 200>();
@@ -299,12 +299,12 @@ __device__ __forceinline__ void walk_along(CUtensorMap const& keys, CUtensorMap 
         int parity = 1;
         ring<stages> r;
         ring<2> x;
-        each([&](walk_part const& part) {
-            int const number = part.number, head = part.head, chunks = part.chunks;
+        each([&](walked_head const& walked) {
+            int const number = walked.number, head = walked.head, chunks = walked.chunks;
             half_state s;
             load_state(in.initial ? in.initial + in.state_of(number, head) : nullptr, half, s);
-            float* snapshot = in.snapshots + in.half_of(part.sequence.first_stretch + 1, head, half) * snapshot_words;
-            char* trace = in.states + in.half_of(part.sequence.first_chunk + (Back ? chunks - 1 : 0), head, half) *
+            float* snapshot = in.snapshots + in.half_of(walked.sequence.first_stretch + 1, head, half) * snapshot_words;
+            char* trace = in.states + in.half_of(walked.sequence.first_chunk + (Back ? chunks - 1 : 0), head, half) *
                                           (state_bytes / 2);
             int left = every;
             std::uint32_t v[16];

@@ -239,8 +239,9 @@ inline void require_activation(char const* where, activation act, caller here) {
 // cpx/core/refused.hpp
 // How a call that fits no function is refused in one sentence.
 
-// Beside what can be called stands an overload `template <class X> f(X const&, any = {}, ...)` that any call fits, but
-// no better than the function itself. It asserts `never<X>`: name, what is wanted, how to get it.
+// Beside what can be called stands an overload `template <class X = any> f(X const& = {}, any = {}, ...)` that any call
+// fits, one without arguments, too, but no better than the function itself. It asserts `never<X>`: name, what is
+// wanted, how to get it. A class has such a constructor, explicit, and such a deduction guide.
 namespace cpx::detail {
 
 /// A parameter that takes any argument, lists in braces too, where no other overload does.
@@ -632,10 +633,17 @@ public:
     }
 
     template <class X>
-        requires(std::same_as<T, detail::refused> || std::ranges::range<X>)
+        requires(!std::is_convertible_v<X&, rows>)
     explicit rows(X const&, detail::any = {}) {
-        static_assert(detail::never<X>, "cpx: rows(list, width) wants a vector and the width of a row, or "
-                                        "rows(pointer, count, width); of other lists write rows<T>(list, width)");
+        static_assert(detail::never<X>,
+                      "cpx: rows(list, width) wants a vector and the width of a row, or rows(pointer, count, width); "
+                      "of other lists write rows<T>(list, width), of a tensor its data()");
+    }
+    template <class X>
+        requires(!std::is_convertible_v<X*, T*>)
+    rows(X*, index_t, index_t, detail::any = {}) {
+        static_assert(detail::never<X>,
+                      "cpx: rows of a pointer to other elements, or to const; rows<T const> view what is const");
     }
 
     CPX_HOST_DEVICE constexpr operator rows<T const>() const { return {data_, count_, width_, stride_}; }
@@ -684,7 +692,7 @@ public:
         requires std::is_const_v<T>
         : rows_(r) {}
     template <class X>
-        requires requires(X& x) { rows<T>(x.data()); }
+        requires requires(X& x) { requires std::convertible_to<decltype(x.data()), rows<T>>; }
     rows_or_list(X& tensor) : rows_(tensor.data()) {}
     template <class R>
         requires std::is_convertible_v<R, std::span<T>>
@@ -985,9 +993,9 @@ public:
                 "at most the rows of the buffer, " + std::to_string(buffer_rows), batch.tokens(), here);
         return batch;
     }
-    template <class X>
+    template <class X = detail::any>
         requires(!integers<X>)
-    static thd from_offsets(X const&, detail::any = {}, detail::any = {}) {
+    static thd from_offsets(X const& = {}, detail::any = {}, detail::any = {}) {
         not_integers<X>();
         return {};
     }
@@ -1000,7 +1008,7 @@ public:
         return thd(std::move(offsets), {}, here);
     }
     template <class X = void>
-    static thd uniform(detail::any, detail::any = {}) {
+    static thd uniform(detail::any = {}, detail::any = {}) {
         static_assert(detail::never<X>, "cpx: thd::uniform(count, length) wants two numbers; of lengths that differ, "
                                         "thd::from_lengths");
         return {};
@@ -1024,9 +1032,9 @@ public:
         return from_lengths(numbers("thd::from_lengths", "length of sequence ", lengths, here), here);
     }
 
-    template <class X>
+    template <class X = detail::any>
         requires(!integers<X>)
-    static thd from_lengths(X const&, detail::any = {}) {
+    static thd from_lengths(X const& = {}, detail::any = {}) {
         not_integers<X>();
         return {};
     }
@@ -1154,7 +1162,7 @@ given_rows guess_rows(index_t rows, int ranks, P const& padded, V const& valid =
     return given_rows::shard;
 }
 template <class X = void>
-given_rows guess_rows(detail::any, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
+given_rows guess_rows(detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<X>, "cpx: guess_rows(rows, ranks, padded, valid) wants two numbers and vectors, arrays "
                                     "or spans of integers: the offsets of the padded batch, and perhaps of its tokens");
     return {};
@@ -1375,8 +1383,8 @@ thd thd_from_positions(R const& positions, pad pads, index_t columns = -1, calle
     }
     return detail::padded_thd(lengths, std::move(valid), here);
 }
-template <class X>
-thd thd_from_positions(X const&, detail::any = {}, detail::any = {}) {
+template <class X = detail::any>
+thd thd_from_positions(X const& = {}, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<X>, "cpx: thd_from_positions(positions, pad) wants a vector, array or span of int32 or "
                                     "int64, and what padding is, pad::joins_last_sequence or pad::own_sequence");
     return {};
@@ -1461,8 +1469,8 @@ packing packing_from_mask(M const& mask, P const& positions, index_t columns, ca
     }
     return packing(thd::from_lengths(lengths, here), std::move(starts), count, here);
 }
-template <class X>
-packing packing_from_mask(X const&, detail::any = {}, detail::any = {}) {
+template <class X = detail::any>
+packing packing_from_mask(X const& = {}, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<X>, "cpx: packing_from_mask(mask, columns, padding), or (mask, positions, columns), "
                                     "wants a vector, array or span of bool, uint8, int32 or int64, positions of the "
                                     "latter two; std::vector<bool> is none: take std::vector<std::uint8_t>");
@@ -1506,8 +1514,8 @@ thd thd_from_cu_seqlens(V const& valid, P const& padded, padded_buffer buffer = 
     }
     return detail::padded_thd(lengths, std::move(counts), here);
 }
-template <class X>
-thd thd_from_cu_seqlens(X const&, detail::any = {}, detail::any = {}) {
+template <class X = detail::any>
+thd thd_from_cu_seqlens(X const& = {}, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<X>,
                   "cpx: thd_from_cu_seqlens(valid, padded) wants two vectors, arrays or spans of int32 "
                   "or int64; offsets without padding go to thd(offsets)");
@@ -1537,8 +1545,8 @@ inline thd pad_to_multiple(thd const& batch, index_t multiple, caller here = cal
     return detail::padded_thd(lengths, std::move(valid), here);
 }
 
-template <class X>
-thd pad_to_multiple(X const&, detail::any = {}, detail::any = {}) {
+template <class X = detail::any>
+thd pad_to_multiple(X const& = {}, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<X>, "cpx: pad_to_multiple(batch, multiple) wants a cpx::thd, such as thd({0, 7, 20}), "
                                     "and a number");
     return {};
@@ -1550,8 +1558,8 @@ inline packing unpadded(thd const& padded, caller here = caller::here()) {
     return packing(pad_to_multiple(padded, 1, here), offsets, padded.tokens(), here);
 }
 
-template <class X>
-packing unpadded(X const&, detail::any = {}) {
+template <class X = detail::any>
+packing unpadded(X const& = {}, detail::any = {}) {
     static_assert(detail::never<X>, "cpx: unpadded(padded) wants a cpx::thd with valid lengths, such as "
                                     "thd_from_cu_seqlens returns");
     throw;
@@ -1570,7 +1578,7 @@ void pack(packing const& p, std::type_identity_t<rows<T const>> buffer, rows<T> 
                              packed.sub(p.batch().offset(s), p.batch().length(s)));
 }
 template <class T = void>
-void pack(detail::any, detail::any = {}, detail::any = {}) {
+void pack(detail::any = {}, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<T>, "cpx: pack(packing, buffer, packed) wants a packing and rows, those written not "
                                     "const; of a tensor data(), of a vector rows(list, width)");
 }
@@ -1597,7 +1605,7 @@ void unpack(packing const& p, std::type_identity_t<rows<T const>> packed, rows<T
     zero_until(p.buffer_rows());
 }
 template <class T = void>
-void unpack(detail::any, detail::any = {}, detail::any = {}) {
+void unpack(detail::any = {}, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<T>, "cpx: unpack(packing, packed, buffer) wants a packing and rows, those written not "
                                     "const; of a tensor data(), of a vector rows(list, width)");
 }
@@ -1645,8 +1653,8 @@ inline std::vector<int> rotary_axes(std::array<index_t, 3> section, axis_order o
             axes.push_back(i < 3 * section[static_cast<std::size_t>(i % 3)] ? static_cast<int>(i % 3) : 0);
     return axes;
 }
-template <class X>
-std::vector<int> rotary_axes(X const&, detail::any = {}, detail::any = {}) {
+template <class X = detail::any>
+std::vector<int> rotary_axes(X const& = {}, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<X>, "cpx: rotary_axes(section, order, pairs) wants mrope_section, three index_t in "
                                     "braces or an array, and an axis_order");
     return {};
@@ -2092,6 +2100,13 @@ inline index_t columns_of(char const* where, std::span<section const> sections, 
                 "one of the rank's after " + std::to_string(last), std::to_string(chunk), here);
 }
 
+/// What a sharding deduces where no layout is given.
+struct no_layout {
+    int ranks() const { return 1; }
+    int chunks() const { return 1; }
+    int owner(int) const { return 0; }
+};
+
 // Stand for what callers pass; nvcc does not accept lambdas in a concept.
 struct takes_range {
     void operator()(range) const {}
@@ -2133,6 +2148,8 @@ public:
     static constexpr scope cuts = Scope;
     static constexpr bool every_row = false;
     static constexpr int static_ranks = cpx::static_ranks<P>;
+    static_assert(!std::same_as<P, detail::no_layout>,
+                  "cpx: sharding(batch, layout) wants a cpx::thd and a layout: sharding(batch, zigzag<4>{})");
 
     /// Throws `cpx::error` if the layout has no ranks or gives a chunk to a rank that does not exist, or if the cut
     /// does not ascend. Cost: O(chunks), of length rules and cuts of the user's O(runs * chunks).
@@ -2152,6 +2169,9 @@ public:
                 if constexpr (!detail::ascends<Cut>) check_cut(run(i), l.chunks(), here);
             }
     }
+
+    template <class X = detail::any>
+    explicit sharding(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}) : sharding(unfit<X>()) {}
 
     int ranks() const { return policy_.ranks(); }
     thd const& batch() const { return batch_; }
@@ -2264,6 +2284,12 @@ public:
     }
 
 private:
+    template <class X>
+    static sharding const& unfit() {
+        static_assert(detail::never<X> || std::same_as<P, detail::no_layout>,
+                      "cpx: sharding(batch, layout) wants a cpx::thd and a layout: sharding(batch, zigzag<4>{})");
+        throw;
+    }
     static std::vector<int> owned_chunks(layout auto const& l, int rank) {
         std::vector<int> owned;
         for_each_chunk(l, rank, [&](int c) { owned.push_back(c); });
@@ -2333,13 +2359,16 @@ private:
     [[no_unique_address]] Cut cut_;
 };
 
+template <class X = detail::any>
+sharding(X const& = {}, detail::any = {}, detail::any = {}) -> sharding<detail::no_layout>;
+
 /// Returns the sharding of `batch` by a policy: `shard(batch, zigzag<4>{})`, `shard<scope::batch>(batch, ...)`.
 template <scope Scope = scope::sequence, layout_policy P, cut Cut = balanced>
 sharding<P, Scope, Cut> shard(thd batch, P policy, Cut cut = {}, caller here = caller::here()) {
     return sharding<P, Scope, Cut>(std::move(batch), std::move(policy), cut, here);
 }
-template <scope = scope::sequence, class X>
-detail::refused shard(X const&, detail::any = {}, detail::any = {}, detail::any = {}) {
+template <auto = 0, class = void, class = void, class X = detail::any> // whatever is spelled: a number, a layout
+detail::refused shard(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<X>,
                   "cpx: shard(batch, layout) wants a cpx::thd and a layout, whose ranks(), chunks() and owner(chunk) "
                   "return int, or a rule that chooses layouts; shard<scope::batch>(batch, layout, cut)");
@@ -2429,9 +2458,9 @@ public:
         requires(W == dynamic)
         : head_sharded(extent<W>(ranks), std::move(batch), std::move(sections), here) {}
 
-    template <class X>
+    template <class X = detail::any>
         requires(!std::derived_from<X, head_sharded>)
-    explicit head_sharded(X const& x, detail::any = {}, detail::any = {}, detail::any = {})
+    explicit head_sharded(X const& x = {}, detail::any = {}, detail::any = {}, detail::any = {})
         : detail::every_row_sharding<W>(x) {}
     template <class X>
     head_sharded(std::initializer_list<section>, X const& x, detail::any = {}) : detail::every_row_sharding<W>(x) {}
@@ -2480,9 +2509,9 @@ public:
         requires(W == dynamic)
         : detail::every_row_sharding<W>("replicated", extent<W>(ranks), std::move(batch), here) {}
 
-    template <class X>
+    template <class X = detail::any>
         requires(!std::derived_from<X, replicated>)
-    explicit replicated(X const& x, detail::any = {}, detail::any = {}, detail::any = {})
+    explicit replicated(X const& x = {}, detail::any = {}, detail::any = {}, detail::any = {})
         : detail::every_row_sharding<W>(x) {}
 
     std::span<section const> sections() const { return {}; }
@@ -2545,7 +2574,7 @@ public:
     }
 
     template <class X = void>
-    explicit piecewise(detail::any, detail::any = {}, detail::any = {}, detail::any = {}) {
+    explicit piecewise(detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
         static_assert(detail::never<X>, "cpx: piecewise(ranks, batch, pieces) wants the number of ranks, a cpx::thd "
                                         "and its pieces with their ranks; or by_counts(batch, rows of every rank)");
     }
@@ -2648,8 +2677,8 @@ piecewise<sequence_parallel_of<S>> sequence_parallel(S const& sharding, int tp, 
     std::ranges::sort(pieces, {}, [](owned_piece const& p) { return p.rows.first; });
     return piecewise<sequence_parallel_of<S>>(tp * sharding.ranks(), sharding.batch(), pieces, here);
 }
-template <class X>
-detail::refused sequence_parallel(X const&, detail::any = {}, detail::any = {}) {
+template <class X = detail::any>
+detail::refused sequence_parallel(X const& = {}, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<X>,
                   "cpx: sequence_parallel(sharding, tp) wants a sharding, such as shard(batch, zigzag<4>{}) returns");
     return {};
@@ -2668,9 +2697,10 @@ struct sequential : private extent<W> {
     constexpr sequential() = default;
     CPX_HOST_DEVICE constexpr explicit sequential(int ranks, caller here = caller::here())
         : extent<W>(detail::ranks_with(1, ranks, "sequential", here)) {}
-    template <class X>
-    constexpr sequential(int, X const&, detail::any = {}, detail::any = {}) {
-        static_assert(detail::never<X>, "cpx: sequential wants the number of its ranks alone: sequential<>(4)");
+    template <class X = void>
+    constexpr explicit sequential(detail::any, detail::any = {}, detail::any = {}, detail::any = {}) {
+        static_assert(detail::never<X>, "cpx: sequential wants the number of its ranks alone: sequential<>(4); "
+                                        "shard(batch, sequential<4>{}) shards");
     }
 
     CPX_HOST_DEVICE constexpr int ranks() const { return this->get(); }
@@ -2711,9 +2741,9 @@ public:
         static_assert(detail::never<X>, "cpx: sharded wants rows of its elements, a sharding and a rank: "
                                         "sharded(rows(list, width), sharding, rank)");
     }
-    template <class X, class Y>
-        requires(std::same_as<T, detail::refused> && !std::convertible_to<Y, S>)
-    explicit sharded(X const&, Y const&, detail::any = {}) : sharded(unfit<X>()) {}
+    template <class X = detail::any>
+        requires(!std::is_convertible_v<X&, sharded> && (std::same_as<X, rows<T>> || !std::convertible_to<X, rows<T>>))
+    explicit sharded(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}) : sharded(unfit<X>()) {}
 
     operator sharded<T const, S, M>() const { return {data_, sharding_, rank_, memory_}; }
 
@@ -2736,7 +2766,9 @@ public:
 private:
     template <class X>
     static sharded const& unfit() {
-        static_assert(detail::never<X>, "cpx: sharded(rows, sharding, rank) wants all three, in this order");
+        static_assert(std::is_base_of_v<detail::refused, X>,
+                      "cpx: sharded(rows, sharding, rank) wants all three, in this order; of a "
+                      "tensor write x.view()");
         throw;
     }
 
@@ -2756,8 +2788,8 @@ template <class T, class S, class M>
 sharded(rows<T>, S, int, M) -> sharded<T, S, M>;
 template <class X, any_sharding S>
 sharded(X const&, S, int) -> sharded<detail::refused, S>;
-template <class X, class Y>
-sharded(X const&, Y const&, detail::any = {}) -> sharded<detail::refused, sharding<sequential<1>>>;
+template <class X = detail::any>
+sharded(X const& = {}, detail::any = {}, detail::any = {}) -> sharded<detail::refused, sharding<sequential<1>>>;
 
 namespace detail {
 
@@ -2798,7 +2830,7 @@ namespace detail {
 
 /// What stands in place of a tensor. `Of`: what the sentence is said for, once.
 template <class Of>
-struct no_tensor {
+struct no_tensor : refused {
     template <class View>
     operator View const&() const {
         throw;
@@ -2949,9 +2981,10 @@ struct striped : private extent<W> {
     constexpr striped() = default;
     CPX_HOST_DEVICE constexpr explicit striped(int ranks, caller here = caller::here())
         : extent<W>(detail::ranks_with(Stripes, ranks, "striped", here)) {}
-    template <class X>
-    constexpr striped(int, X const&, detail::any = {}, detail::any = {}) {
-        static_assert(detail::never<X>, "cpx: striped wants the number of its ranks alone: striped<>(4)");
+    template <class X = void>
+    constexpr explicit striped(detail::any, detail::any = {}, detail::any = {}, detail::any = {}) {
+        static_assert(detail::never<X>, "cpx: striped wants the number of its ranks alone: striped<>(4); shard(batch, "
+                                        "striped<4>{}) shards");
     }
 
     CPX_HOST_DEVICE constexpr int ranks() const { return this->get(); }
@@ -3053,8 +3086,9 @@ public:
         requires std::default_initializable<M>
         : tensor(sharding, rank, width, M(), here) {}
 
-    template <class X>
-    explicit tensor(X const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {})
+    template <class X = detail::any>
+    explicit tensor(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
+                    detail::any = {})
         : tensor(unfit<X>()) {}
     template <class U, any_sharding R, any_memory N>
     tensor(tensor<U, R, N> const&) : tensor(unfit<U>()) {}
@@ -3165,8 +3199,8 @@ public:
     template <class... X>
     tensor(X const&...) : tensor<typename detail::stand_in<T>::type, S, M>(detail::refused()) {}
 };
-template <class X>
-tensor(X const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {})
+template <class X = detail::any>
+tensor(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {})
     -> tensor<detail::untold, sharding<sequential<1>>>;
 
 /// Returns a tensor of zeros of any sharding: `make_tensor<float>(sharding, rank, width)`; of another memory than the
@@ -3179,8 +3213,8 @@ template <class T, any_sharding S, any_memory M>
 tensor<T, S, M> make_tensor(S const& sharding, int rank, index_t width, M const& memory, caller here = caller::here()) {
     return {sharding, rank, width, memory, here};
 }
-template <class T = void, class X>
-detail::refused make_tensor(X const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
+template <class T = void, class X = detail::any>
+detail::refused make_tensor(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<X>,
                   "cpx: make_tensor<T>(sharding, rank, width) wants a sharding, such as shard(batch, zigzag<4>{}) "
                   "returns, and then perhaps a memory; or a cpx::transport in place of the rank");
@@ -3202,9 +3236,10 @@ struct zigzag : private extent<W> {
     constexpr zigzag() = default;
     CPX_HOST_DEVICE constexpr explicit zigzag(int ranks, caller here = caller::here())
         : extent<W>(detail::ranks_with(2, ranks, "zigzag", here)) {}
-    template <class X>
-    constexpr zigzag(int, X const&, detail::any = {}, detail::any = {}) {
-        static_assert(detail::never<X>, "cpx: zigzag wants the number of its ranks alone: zigzag<>(4)");
+    template <class X = void>
+    constexpr explicit zigzag(detail::any, detail::any = {}, detail::any = {}, detail::any = {}) {
+        static_assert(detail::never<X>, "cpx: zigzag wants the number of its ranks alone: zigzag<>(4); shard(batch, "
+                                        "zigzag<4>{}) shards");
     }
 
     CPX_HOST_DEVICE constexpr int ranks() const { return this->get(); }
@@ -3242,9 +3277,9 @@ struct mesh_sizes {
 };
 
 /// Returns over how many ranks the weights of one expert are divided. This is the rule for all that has a mesh: etp
-/// where it is given; where it is not, tp, as in Megatron, but 1 in a true-on-policy run of a mixture of experts.
+/// where it is given; where it is not, tp, as in Megatron, but 1 in a true-on-policy job of a mixture of experts.
 ///
-/// Such runs leave experts whole (miles, pull request 1088: tp 2, pp 2, ep 2 is `_tp2_pp2_ep2_etp1`): their plan tells
+/// Such jobs leave experts whole (miles, pull request 1088: tp 2, pp 2, ep 2 is `_tp2_pp2_ep2_etp1`): their plan tells
 /// Megatron so, and gives it to their mesh: `plan_on_policy`, `with_plan`.
 constexpr int etp_of(mesh_sizes const& sizes, bool true_on_policy = false) {
     return sizes.etp != 0 ? sizes.etp : true_on_policy ? 1 : sizes.tp;
@@ -3351,21 +3386,21 @@ public:
         char const* const where = "mesh::layers";
         require_below(where, "chunk of layers", chunk, chunks_, here);
         index_t const pp = members(where, axis::pp, here), at = number(where, axis::pp, true, world_rank, here);
-        return part(where, "layers", all, pp * chunks_, chunk * pp + at, "pipeline stages", here);
+        return share(where, "layers", all, pp * chunks_, chunk * pp + at, "pipeline stages", here);
     }
     /// Returns the experts of a rank, of so many a layer. Throws unless ep divides them.
     constexpr range experts(index_t all, int world_rank, caller here = caller::here()) const {
-        return part("mesh::experts", "experts", all, axis::ep, "ep", world_rank, here);
+        return share("mesh::experts", "experts", all, axis::ep, "ep", world_rank, here);
     }
     /// Returns which sequences of a step a rank loads: tp, cp and pp do not multiply them, their ranks load the same.
     /// Throws unless dp divides them.
     constexpr range sequences(index_t step, int world_rank, caller here = caller::here()) const {
-        return part("mesh::sequences", "sequences of a step", step, axis::dp, "dp", world_rank, here);
+        return share("mesh::sequences", "sequences of a step", step, axis::dp, "dp", world_rank, here);
     }
     /// Returns in how many micro-batches a rank takes its sequences of a step. Throws unless all are whole.
     constexpr index_t accumulation_steps(index_t step, index_t micro_batch, caller here = caller::here()) const {
         char const* const where = "mesh::accumulation_steps";
-        index_t const own = part(where, "sequences of a step", step, axis::dp, "dp", 0, here).size();
+        index_t const own = share(where, "sequences of a step", step, axis::dp, "dp", 0, here).size();
         if (micro_batch < 1 || own % micro_batch != 0)
             throw error(where, "sequences of a micro-batch", "a divisor of a rank's " + std::to_string(own),
                         std::to_string(micro_batch), here);
@@ -3470,9 +3505,9 @@ private:
         if (number < 0 || number >= count)
             throw error(where, what, "0 to " + std::to_string(count - 1), std::to_string(number), here);
     }
-    /// Returns the part of so many things that one of `ranks` has; of an axis that the rank which stands there has.
-    static constexpr range part(char const* where, char const* what, index_t all, index_t ranks, index_t rank,
-                                char const* of, caller here) {
+    /// Returns the share of so many things that one of `ranks` has; of an axis that the rank which stands there has.
+    static constexpr range share(char const* where, char const* what, index_t all, index_t ranks, index_t rank,
+                                 char const* of, caller here) {
         if (all < 0 || all % ranks != 0)
             throw error(where, what,
                         std::string(all < 0 ? "not negative, " : "") + "a multiple of " + of + " = " +
@@ -3480,10 +3515,10 @@ private:
                         std::to_string(all), here);
         return {rank * (all / ranks), (rank + 1) * (all / ranks)};
     }
-    constexpr range part(char const* where, char const* what, index_t all, axis over, char const* name, int world_rank,
-                         caller here) const {
-        return part(where, what, all, members(where, over, here), number(where, over, true, world_rank, here), name,
-                    here);
+    constexpr range share(char const* where, char const* what, index_t all, axis over, char const* name, int world_rank,
+                          caller here) const {
+        return share(where, what, all, members(where, over, here), number(where, over, true, world_rank, here), name,
+                     here);
     }
 
     int world_ = 1, chunks_ = 1;
@@ -3508,8 +3543,8 @@ std::vector<range> pieces(S const& sharding, int rank, caller here = caller::her
     sharding.for_each_piece(rank, [&](range piece) { list.push_back(piece); });
     return list;
 }
-template <class X>
-detail::refused pieces(X const&, detail::any = {}, detail::any = {}) {
+template <class X = detail::any>
+detail::refused pieces(X const& = {}, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<X>,
                   "cpx: pieces(sharding, rank) wants a sharding, such as shard(batch, zigzag<4>{}) returns");
     return {};
@@ -3530,8 +3565,8 @@ std::vector<index_t> global_rows(S const& sharding, int rank, caller here = call
     });
     return list;
 }
-template <class X>
-std::vector<index_t> global_rows(X const&, detail::any = {}, detail::any = {}) {
+template <class X = detail::any>
+std::vector<index_t> global_rows(X const& = {}, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<X>,
                   "cpx: global_rows(sharding, rank) wants a sharding, such as shard(batch, zigzag<4>{}) returns");
     return {};
@@ -3605,8 +3640,8 @@ std::vector<segment> segments(S const& s, int rank, caller here = caller::here()
         }
     return list;
 }
-template <class X>
-std::vector<segment> segments(X const&, detail::any = {}, detail::any = {}) {
+template <class X = detail::any>
+std::vector<segment> segments(X const& = {}, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<X>, "cpx: segments(sharding, rank) wants a sharding, such as shard(batch, zigzag<4>{}) "
                                     "returns, and a rank");
     return {};
@@ -3618,8 +3653,8 @@ inline std::vector<index_t> offsets(std::vector<segment> const& segments) {
     for (segment const& s : segments) list.push_back(s.row + s.count);
     return list;
 }
-template <class X>
-std::vector<index_t> offsets(X const&, detail::any = {}, detail::any = {}) {
+template <class X = detail::any>
+std::vector<index_t> offsets(X const& = {}, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<X>, "cpx: offsets(segments) wants segments(sharding, rank)");
     return {};
 }
@@ -3634,8 +3669,8 @@ inline std::vector<index_t> positions(std::vector<segment> const& segments, call
         for (index_t i = 0; i < s.count; ++i) *next++ = s.token + i;
     return list;
 }
-template <class X>
-std::vector<index_t> positions(X const&, detail::any = {}, detail::any = {}) {
+template <class X = detail::any>
+std::vector<index_t> positions(X const& = {}, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<X>, "cpx: positions wants segments: positions(segments(sharding, rank))");
     return {};
 }
@@ -4772,8 +4807,8 @@ halo_plan<S> halo(S const& sharding, int rank, index_t reach, side where = side:
     p.sends = detail::give_beside(p, own);
     return p;
 }
-template <class X>
-detail::refused halo(X const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
+template <class X = detail::any>
+detail::refused halo(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<X>,
                   "cpx: halo(sharding, rank, reach) wants a sharding, such as shard(batch, zigzag<4>{}) returns, this "
                   "rank and a number of rows, and then perhaps side::after");
@@ -5489,8 +5524,8 @@ relayout_plan<From, To> relayout(From const& from, To const& to, int rank, calle
                                     detail::end_of(to), std::move(out), std::move(in), here),
             from, to};
 }
-template <class X>
-detail::refused relayout(X const&, detail::any = {}, detail::any = {}, detail::any = {}) {
+template <class X = detail::any>
+detail::refused relayout(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
     static_assert(
         detail::never<X>,
         "cpx: relayout(from, to, rank) wants two shardings, such as shard(batch, zigzag<4>{}) returns, and this rank");
@@ -5845,8 +5880,8 @@ edge_rows edges_of(halo_plan<S> const& p) {
         rows_beside(p, [&](index_t row, bool halo) { return halo ? std::ssize(edges.rows) + row : place(row); });
     return edges;
 }
-template <class X>
-edge_rows edges_of(X const&, detail::any = {}) {
+template <class X = detail::any>
+edge_rows edges_of(X const& = {}, detail::any = {}) {
     static_assert(detail::never<X>, "cpx: edges_of wants a plan of rows after segments: "
                                     "halo(sharding, rank, reach, side::after)");
     return {};
@@ -6072,9 +6107,9 @@ public:
         images_ = list("image", images, false, here);
         videos_ = list("video", videos, options_.rule == mrope_rule::qwen3_vl, here);
     }
-    template <class X>
+    template <class X = detail::any>
         requires(!std::same_as<X, media>)
-    explicit media(X const&, detail::any = {}, detail::any = {}) {
+    explicit media(X const& = {}, detail::any = {}, detail::any = {}) {
         static_assert(detail::never<X>, "cpx: media(images, videos, options) wants two vectors of media_grid, in "
                                         "patches: media({{1, 4, 6}}, {})");
     }
@@ -6205,8 +6240,8 @@ inline piecewise<by_item> features_by_item(media const& m, media_kind kind, int 
     for (int rank = 0; rank < ranks; ++rank) frames.push_back(count / ranks + (rank < count % ranks));
     return features_by_item(m, kind, frames, here);
 }
-template <class X>
-detail::refused features_by_item(X const&, detail::any = {}, detail::any = {}, detail::any = {}) {
+template <class X = detail::any>
+detail::refused features_by_item(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<X>,
                   "cpx: features_by_item(media, kind, ranks) wants a cpx::media, a media_kind and the "
                   "number of ranks, or how many frames each of them has");
@@ -6589,8 +6624,8 @@ std::vector<index_t> traffic(From const& from, To const& to, caller here = calle
     }
     return rows;
 }
-template <class X>
-std::vector<index_t> traffic(X const&, detail::any = {}, detail::any = {}) {
+template <class X = detail::any>
+std::vector<index_t> traffic(X const& = {}, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<X>, "cpx: traffic(from, to) wants two shardings, such as shard(batch, zigzag<4>{}) "
                                     "returns");
     return {};
@@ -6649,8 +6684,8 @@ volume lower_bound(From const& from, To const& to, index_t width = 1, caller her
     }
     return bound;
 }
-template <class X>
-volume lower_bound(X const&, detail::any = {}, detail::any = {}, detail::any = {}) {
+template <class X = detail::any>
+volume lower_bound(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<X>, "cpx: lower_bound(from, to, width) wants two shardings and perhaps the elements of "
                                     "a row");
     return {};
@@ -6678,8 +6713,8 @@ index_t halo_lower_bound(S const& sharding, index_t reach, side where = side::be
     }
     return bound;
 }
-template <class X>
-index_t halo_lower_bound(X const&, detail::any = {}, detail::any = {}, detail::any = {}) {
+template <class X = detail::any>
+index_t halo_lower_bound(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<X>,
                   "cpx: halo_lower_bound(sharding, reach, side) wants a sharding and a number of rows");
     return 0;
@@ -7084,8 +7119,8 @@ void gather(Comm& comm, void const* mine, void* all, std::size_t bytes, caller h
     detail::check_gather(mine, all, bytes, comm.rank(), comm.ranks(), here);
     detail::gather(comm, detail::named("gather", bytes), mine, all, bytes, here);
 }
-template <class X>
-detail::refused gather(X const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
+template <class X = detail::any>
+detail::refused gather(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<X>, "cpx: gather(comm, mine, all, bytes) gathers bytes; rows of a tensor come by "
                                     "exchange(x, replicated<>(ranks, batch), comm)");
     return {};
@@ -7101,8 +7136,8 @@ void broadcast(Comm& comm, std::span<std::byte> bytes, caller here = caller::her
         sends.push_back(consecutive<std::byte const>(peer, bytes.data(), std::ssize(bytes)));
     detail::transfer(comm, detail::named("broadcast", bytes.size()), sends, receives, here);
 }
-template <class X>
-void broadcast(X const&, detail::any = {}, detail::any = {}) {
+template <class X = detail::any>
+void broadcast(X const& = {}, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<X>, "cpx: broadcast(comm, bytes) wants std::as_writable_bytes(std::span(values))");
 }
 
@@ -7210,8 +7245,8 @@ void agree(Comm& comm, identity const& mine, plan const& of, caller here = calle
         of.source_settings, of.target_settings);
     comm.agreed().insert(mine.fingerprint());
 }
-template <class X>
-void agree(X const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
+template <class X = detail::any>
+void agree(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<X>,
                   "cpx: agree(comm, mine, of) wants a cpx::transport, the identity of a plan, plan.id, and the plan");
 }
@@ -7434,8 +7469,8 @@ std::conditional_t<std::is_array_v<X>, detail::refused, X> exchange(Plan const&,
                   "sharding, comm) a tensor, a sharding and a cpx::transport; give other plans rows and a target");
     throw;
 }
-template <class Plan>
-detail::refused exchange(Plan const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
+template <class Plan = detail::any>
+detail::refused exchange(Plan const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
                          detail::any = {}) { // alone, with a list in braces, or with too many
     static_assert(detail::never<Plan>,
                   "cpx: exchange(plan, x, comm) wants a relayout_plan, a tensor and a cpx::transport, and exchange(x, "
@@ -7623,6 +7658,13 @@ public:
         run(from == side::after, k, given, got, here);
     }
 
+    template <class X = detail::any>
+    explicit movement(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {})
+        : movement(lacking<Plan>(), typename kind::width(), capacity(), lacking<Comm&>()) {
+        static_assert(detail::never<X>, "cpx: movement(plan, width, capacity, comm) wants a plan of its type, the "
+                                        "width of a row, a capacity and a cpx::transport");
+    }
+
     // Not of `detail::any`, which takes rows in braces as well as what wants them.
     template <class X, class... Rest>
         requires(!std::convertible_to<X, index_t> || sizeof...(Rest) != 3)
@@ -7660,6 +7702,10 @@ public:
     }
 
 private:
+    template <class Y>
+    static Y lacking() {
+        throw;
+    }
     template <class X>
     static detail::refused unfit() {
         static_assert(
@@ -7779,8 +7825,8 @@ public:
     template <class... X>
     movement(X const&...) {}
 };
-template <class X>
-movement(X const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {})
+template <class X = detail::any>
+movement(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {})
     -> movement<detail::untold, detail::untold, detail::no_transport>;
 
 /// Calls `f()`, which sets movements of `comm`. On devices the tables of those of one batch are made at once, when it
@@ -7808,8 +7854,8 @@ movement<T, relayout_plan<From, To>, Comm> make_movement(From const& from, To co
                                                          Comm& comm, caller here = caller::here()) {
     return {relayout(from, to, comm.rank(), here), width, most, comm, here};
 }
-template <class T = void, class X>
-detail::refused make_movement(X const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
+template <class T = void, class X = detail::any>
+detail::refused make_movement(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
                               detail::any = {}) {
     static_assert(detail::never<X>, "cpx: make_movement<T>(from, to, width, capacity, comm) wants two shardings, or "
                                     "make_movement<T>(plan, width, capacity, comm) a plan, and a cpx::transport");
@@ -7847,8 +7893,8 @@ public:
         rank_ = static_cast<int>(own - members_.begin());
     }
 
-    template <class X>
-    explicit subgroup(X const&, detail::any = {}, detail::any = {}) {
+    template <class X = detail::any>
+    explicit subgroup(X const& = {}, detail::any = {}, detail::any = {}) {
         static_assert(detail::never<X>, "cpx: subgroup(comm, members) wants a cpx::transport and the ranks that are "
                                         "its members; the group of n neighbouring ranks is neighbours(comm, n)");
     }
@@ -7877,8 +7923,8 @@ private:
     int rank_ = 0;
     std::unordered_set<std::uint64_t> agreed_;
 };
-template <class X>
-subgroup(X const&, detail::any = {}, detail::any = {}) -> subgroup<detail::no_transport>;
+template <class X = detail::any>
+subgroup(X const& = {}, detail::any = {}, detail::any = {}) -> subgroup<detail::no_transport>;
 
 /// Returns the group of `size` neighbouring ranks that this one is in: ranks 0 .. size - 1 are the first.
 ///
@@ -7892,8 +7938,8 @@ subgroup<Comm> neighbours(Comm& all, int size, caller here = caller::here()) {
     for (int i = 0; i < size; ++i) members.push_back(all.rank() / size * size + i);
     return {all, std::move(members), here};
 }
-template <class X>
-detail::refused neighbours(X const&, detail::any = {}, detail::any = {}) {
+template <class X = detail::any>
+detail::refused neighbours(X const& = {}, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<X>, "cpx: neighbours(comm, size) wants a cpx::transport and how many of its ranks");
     return {};
 }
@@ -7928,8 +7974,8 @@ void sum_over_ranks(V&& values, Comm& comm, caller here = caller::here()) {
     detail::exchange_rows(plan.transposed(), all, share.data(), comm, here, "sum_over_ranks");
     detail::exchange_rows(plan, share.data(), all, comm, here, "sum_over_ranks");
 }
-template <class X>
-void sum_over_ranks(X const&, detail::any = {}, detail::any = {}) {
+template <class X = detail::any>
+void sum_over_ranks(X const& = {}, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<X>, "cpx: sum_over_ranks(values, comm) wants a vector, array or span that stays, not "
                                     "const, and a cpx::transport; of a tensor give its elements()");
 }
@@ -8312,8 +8358,8 @@ public:
           transfer_([](void* to, identity const& id, std::span<outgoing const> sends,
                        std::span<incoming const> receives) { static_cast<Comm*>(to)->transfer(id, sends, receives); }) {
     }
-    template <class X>
-    explicit transport_ref(X const&, detail::any = {}) {
+    template <class X = detail::any>
+    explicit transport_ref(X const& = {}, detail::any = {}) {
         static_assert(detail::never<X>, "cpx: transport_ref(comm) wants a cpx::transport that is not const and stays");
     }
 

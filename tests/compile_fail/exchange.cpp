@@ -129,6 +129,18 @@ void to_nothing(view<sequential> x, plan<sequential, zigzag> p, cpx::threads& co
     cpx::exchange(p, x, x, comm, 5, 6);
 }
 
+// expect: exchange.plan, x, comm. wants a relayout_plan, a tensor and a cpx::transport
+// expect: exchange.plan, x, comm. wants a relayout_plan, a tensor and a cpx::transport
+// expect: exchange.plan, from, to, comm. wants a relayout_plan and two tensors
+// expect: exchange.plan, from, to, comm. wants a relayout_plan and two tensors
+void in_another_order(view<sequential> x, plan<sequential, zigzag> p, view<zigzag> y, cpx::threads& comm) {
+    cpx::exchange(x, p, comm);
+    cpx::exchange(comm, p, x);
+    cpx::exchange(x, y, p, comm);
+    auto moves = [](auto&&...) {}; // which is no transport
+    cpx::exchange(p, x, y, moves);
+}
+
 // expect: sum_over_ranks.values, comm. wants a vector, array or span that stays
 // expect: sum_over_ranks.values, comm. wants a vector, array or span that stays
 void sums(cpx::tensor<float, zigzag>& x, std::vector<float> const& never_written, cpx::threads& comm) {
@@ -140,13 +152,26 @@ void sums(cpx::tensor<float, zigzag>& x, std::vector<float> const& never_written
 void agrees(cpx::tensor<float, zigzag>& x, cpx::threads& comm) { cpx::agree(comm, x); }
 
 // expect: gather.comm, mine, all, bytes. gathers bytes
-void gathers(cpx::tensor<float, zigzag>& x, cpx::threads& comm) { cpx::gather(x, comm); }
+// expect: gather.comm, mine, all, bytes. gathers bytes
+void gathers(cpx::tensor<float, zigzag>& x, std::vector<float> const& list, cpx::threads& comm) {
+    cpx::gather(x, comm);
+    cpx::gather(comm, list);
+}
 
 // expect: a movement takes, of a relayout, tensors x and y
 // expect: a movement takes, of a relayout, tensors x and y
-void of_rows(stepwise& move, cpx::rows<float> x, cpx::thd const& batch) {
-    auto const y = move(x, x);
-    auto const z = move.make_tensor(batch);
+// expect: a movement takes, of a relayout, tensors x and y
+void of_rows(stepwise& move, cpx::rows<float> x, cpx::thd const& batch, plan<zigzag, sequential> p, view<zigzag> y) {
+    auto const z = move(x, x);
+    auto const t = move.make_tensor(batch);
+    move(p, y, y);
+}
+
+// expect: movement.plan, width, capacity, comm. wants a plan of its type
+// expect: movement.plan, width, capacity, comm. wants a plan of its type
+void unmade(zigzag const& from, sequential const& to, cpx::threads& comm) {
+    stepwise of_shardings(from, to, comm);
+    bringing of_nothing;
 }
 
 // expect: a movement takes, of a relayout, tensors x and y

@@ -102,7 +102,9 @@ auto const halo = cpx::halo(cpx::thd(), 0, 3);
 // expect: carry<scan>.sharding, rank., or carry<serial>, wants a sharding
 auto const carry = cpx::carry(sharding, 0);
 // expect: global_rows.sharding, rank. wants a sharding
+// expect: global_rows.sharding, rank. wants a sharding
 std::vector<cpx::index_t> const global_rows = cpx::global_rows(cpx::thd(), 0);
+auto const rows_swapped = cpx::global_rows(0, sharding);
 // expect: slots.sharding. wants a sharding
 // expect: slots.sharding. wants a sharding
 auto const slots = cpx::slots(cpx::thd());
@@ -121,14 +123,54 @@ cpx::rows<double> const others(tensor.elements(), 1);
 auto const of_no_type = cpx::make_tensor(sharding, 0, 1);
 // expect: replicated<W> wants a cpx::thd
 cpx::replicated<4> const everywhere(4, cpx::thd());
+// expect: replicated<W> wants a cpx::thd, and head_sharded<W> its sections
+// expect: replicated<W> wants a cpx::thd, and head_sharded<W> its sections
+cpx::replicated<2> of_nothing;
+cpx::head_sharded<> heads_of_nothing;
+// expect: replicated<W> wants a cpx::thd, and head_sharded<W> its sections
+auto const of_no_heads = cpx::shard(cpx::thd({0, 4}), cpx::head_sharded<3>{}); // the first sentence stands above
+// expect: shard.batch, layout. wants a cpx::thd and a layout
+// expect: shard.batch, layout. wants a cpx::thd and a layout
+// expect: shard.batch, layout. wants a cpx::thd and a layout
+auto const of_a_number_of_ranks = cpx::shard<4>(cpx::thd(), cpx::zigzag<4>{});
+auto const by_number = cpx::shard<cpx::scope::batch, cpx::zigzag<4>>(cpx::thd(), 4);
+auto const shard_of_nothing = cpx::shard();
+// expect: sharding.batch, layout. wants a cpx::thd and a layout: sharding.batch, zigzag<4>
+// expect: sharding.batch, layout. wants a cpx::thd and a layout: sharding.batch, zigzag<4>
+// expect: sharding.batch, layout. wants a cpx::thd and a layout: sharding.batch, zigzag<4>
+cpx::sharding const swapped(cpx::zigzag<4>{}, cpx::thd());
+cpx::sharding<cpx::zigzag<4>> const of_offsets(numbers);
+cpx::sharding<cpx::zigzag<2>> unbound;
+// expect: zigzag wants the number of its ranks alone.*shard.batch, zigzag<4>
+// expect: striped wants the number of its ranks alone
+cpx::zigzag<8> const of_a_batch(cpx::thd{});
+cpx::striped<8> const of_offsets_alone(numbers);
+// expect: make_tensor<T>.sharding, rank, width. wants a sharding
+auto const tensor_of_nothing = cpx::make_tensor<float>();
+// expect: a tensor is made of a sharding of its type
+cpx::tensor<short, cpx::sharding<cpx::zigzag<4>>> empty;
 // expect: sharded wants rows of its elements
 cpx::sharded const of_list(values, sharding, 0);
 // expect: sharded.rows, sharding, rank. wants all three
 cpx::sharded const of_no_rank(tensor.data(), sharding);
+// expect: sharded.rows, sharding, rank. wants all three.*of a tensor write x.view
+// expect: sharded.rows, sharding, rank. wants all three
+// expect: sharded.rows, sharding, rank. wants all three
+cpx::sharded const of_a_tensor(tensor);
+cpx::sharded<float, cpx::sharding<cpx::zigzag<1>>> const view_swapped(sharding, tensor.data(), 0);
+cpx::sharded<short, cpx::sharding<cpx::zigzag<1>>> no_view;
 // expect: rows.list, width. wants a vector and the width of a row
 cpx::rows const of_no_width(values);
 // expect: rows.list, width. wants a vector and the width of a row
 cpx::rows<float const> const of_type_without_width(values);
+// expect: rows.list, width. wants a vector and the width of a row
+// expect: rows.list, width. wants a vector and the width of a row
+cpx::rows<float> const of_a_pointer(tensor.elements().data(), 4);
+cpx::rows<float> const of_the_tensor(tensor);
+// expect: rows of a pointer to other elements, or to const
+// expect: rows of a pointer to other elements, or to const
+cpx::rows<double> const of_other_elements(tensor.elements().data(), 1, 1);
+cpx::rows<float> const of_constants(values.data(), 2, 2, 2);
 // expect: thd wants a vector, array or span of integers
 cpx::thd const of_a_number(20);
 // expect: thd::uniform.count, length. wants two numbers

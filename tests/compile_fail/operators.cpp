@@ -295,9 +295,23 @@ void over_caches(cpx::attention_cache<float>& cache, cpx::cached_attention<zigza
 
 // expect: cached_attention.queries, rank. wants on what queries are sharded
 // expect: attention_cache<T>.heads, sharding, rank. wants attention_heads
+// expect: an attention_cache cannot tell its elements
+// expect: a gated_delta_net_cache cannot tell its elements
+// expect: attention_cache<T>.heads, sharding, rank. wants attention_heads
 void caches(held_twice q) {
     cpx::cached_attention of_a_tensor(q, 0);
     cpx::attention_cache<float> cache(q.sharding(), 0);
+    cpx::attention_cache of_no_type(heads, q.sharding(), 0);
+    cpx::gated_delta_net_cache states_of_no_type(cpx::gated_delta_net_config(), q.sharding(), 0);
+    cpx::attention_cache<double> of_nothing;
+}
+
+// expect: causal_conv1d wants a halo_plan, a tensor x, weight and bias of its elements
+// expect: causal_conv1d wants a halo_plan, a tensor x, weight and bias of its elements
+void convolves(cpx::halo_plan<sequential> const& plan, cpx::tensor<float, sequential>& x,
+               std::vector<std::vector<float>> const& rows_of_taps, cpx::threads& comm) {
+    cpx::causal_conv1d(plan, x, rows_of_taps, {}, silu, x, comm);
+    cpx::causal_conv1d();
 }
 
 // expect: attention_delta.o, dout, dim, delta. wants tensors
@@ -350,6 +364,8 @@ void layers(layer const& l, weights const& w, held_twice x, cpx::threads& comm) 
 
 // expect: gated_delta_net wants its sharding, the rank and a config
 // expect: gated_delta_net wants its sharding, the rank and a config
+// expect: gated_delta_net wants its sharding, the rank and a config
+layer of_nothing;
 layer const of_a_batch(cpx::thd(), 0);
 cpx::gated_delta_net const of_no_carry(zigzag(cpx::thd(), cpx::zigzag<4>{}), 0, cpx::gated_delta_net_config{});
 

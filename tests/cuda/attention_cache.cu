@@ -72,8 +72,8 @@ numbers converse(problem const& p, lists const& prompt, int ranks, Prefill const
             auto o = room<T>(p.queries(), queries, comm);
             cache.append(k, v);
             cpx::cached_attention(queries, comm.rank())(cache, q, p.scale, o, comm);
-            results part(now);
-            part.put(0, o, p.queries());
+            results partial(now);
+            partial.put(0, o, p.queries());
             auto const held = on_ranks::columns(queries, comm.rank(), {p.queries()});
             std::lock_guard const lock(found.guard);
             index_t const width = p.heads.query_heads * p.heads.dim;
@@ -81,7 +81,7 @@ numbers converse(problem const& p, lists const& prompt, int ranks, Prefill const
                 for (index_t row = piece.first; row < piece.last; ++row)
                     for (index_t const c : held) {
                         double& to = found.of[0][at(rows[at(row)] * width + c)];
-                        double const value = part.of[0][at(row * width + c)];
+                        double const value = partial.of[0][at(row * width + c)];
                         to = std::isnan(to) || on_ranks::same_bits(to, value) ? value : NAN;
                     }
             });

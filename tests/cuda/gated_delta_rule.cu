@@ -302,39 +302,39 @@ TEST_SUITE("cuda") {
         using T = __nv_bfloat16;
         auto const p = make<T>({500}, 1, 2, 128, 128, kind::mild, 13);
         auto const whole = on_gpu<T>(p, true);
-        auto const piece = [&](index_t first, index_t last) {
-            problem part = p;
-            part.offsets = {0, last - first};
-            part.first = {first};
-            part.q = slice(p.q, p.keys(), first, last);
-            part.k = slice(p.k, p.keys(), first, last);
-            part.v = slice(p.v, p.values(), first, last);
-            part.dout = slice(p.dout, p.values(), first, last);
-            part.g = slice(p.g, 2, first, last);
-            part.beta = slice(p.beta, 2, first, last);
-            return part;
+        auto const between = [&](index_t first, index_t last) {
+            problem own = p;
+            own.offsets = {0, last - first};
+            own.first = {first};
+            own.q = slice(p.q, p.keys(), first, last);
+            own.k = slice(p.k, p.keys(), first, last);
+            own.v = slice(p.v, p.values(), first, last);
+            own.dout = slice(p.dout, p.values(), first, last);
+            own.g = slice(p.g, 2, first, last);
+            own.beta = slice(p.beta, 2, first, last);
+            return own;
         };
-        auto const before = on_gpu<T>(piece(0, 192), false);
-        auto rest = piece(192, 500);
+        auto const before = on_gpu<T>(between(0, 192), false);
+        auto rest = between(192, 500);
         rest.state = before.last;
         auto const after = on_gpu<T>(rest, true);
         CHECK(on_ranks::same_bits(before.o, slice(whole.o, p.values(), 0, 192)));
         CHECK(on_ranks::same_bits(after.o, slice(whole.o, p.values(), 192, 500)));
         CHECK(on_ranks::same_bits(after.last, whole.last));
-        auto start = piece(0, 192);
+        auto start = between(0, 192);
         start.dlast = after.dstate;
         auto const back = on_gpu<T>(start, true);
         CHECK(on_ranks::same_bits(back.dstate, whole.dstate));
-        for (auto const& [part, first, last] : {std::tuple(&back, 0, 192), {&after, 192, 500}}) {
-            CHECK(on_ranks::same_bits(part->dq, slice(whole.dq, p.keys(), first, last)));
-            CHECK(on_ranks::same_bits(part->dk, slice(whole.dk, p.keys(), first, last)));
-            CHECK(on_ranks::same_bits(part->dv, slice(whole.dv, p.values(), first, last)));
-            CHECK(on_ranks::same_bits(part->dg, slice(whole.dg, 2, first, last)));
-            CHECK(on_ranks::same_bits(part->dbeta, slice(whole.dbeta, 2, first, last)));
+        for (auto const& [own, first, last] : {std::tuple(&back, 0, 192), {&after, 192, 500}}) {
+            CHECK(on_ranks::same_bits(own->dq, slice(whole.dq, p.keys(), first, last)));
+            CHECK(on_ranks::same_bits(own->dk, slice(whole.dk, p.keys(), first, last)));
+            CHECK(on_ranks::same_bits(own->dv, slice(whole.dv, p.values(), first, last)));
+            CHECK(on_ranks::same_bits(own->dg, slice(whole.dg, 2, first, last)));
+            CHECK(on_ranks::same_bits(own->dbeta, slice(whole.dbeta, 2, first, last)));
         }
 
-        auto odd = piece(100, 500); // begins and ends with a part of a chunk
-        odd.state = on_gpu<T>(piece(0, 100), false).last;
+        auto odd = between(100, 500); // begins and ends with a part of a chunk
+        odd.state = on_gpu<T>(between(0, 100), false).last;
         check_close("o", on_gpu<T>(odd, false).o, slice(on_host(p, false).o, p.values(), 100, 500), 4.5e-3);
     }
 

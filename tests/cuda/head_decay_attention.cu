@@ -183,30 +183,30 @@ TEST_SUITE("cuda") {
         using T = __nv_bfloat16;
         auto const p = unnormalised<T>({500}, 1, 2, 128, 128, kind::slow, 13);
         auto const whole = on_gpu<T>(p, true);
-        auto const piece = [&](index_t first, index_t last) {
-            problem part = p;
-            part.offsets = {0, last - first};
-            part.first = {first};
-            for (auto* const x : {&part.q, &part.k}) *x = slice(*x, p.keys(), first, last);
-            for (auto* const x : {&part.v, &part.dout}) *x = slice(*x, p.values(), first, last);
-            part.g = slice(p.g, 2, first, last);
-            return part;
+        auto const between = [&](index_t first, index_t last) {
+            problem own = p;
+            own.offsets = {0, last - first};
+            own.first = {first};
+            for (auto* const x : {&own.q, &own.k}) *x = slice(*x, p.keys(), first, last);
+            for (auto* const x : {&own.v, &own.dout}) *x = slice(*x, p.values(), first, last);
+            own.g = slice(p.g, 2, first, last);
+            return own;
         };
-        auto const before = on_gpu<T>(piece(0, 192), false);
-        auto rest = piece(192, 500);
+        auto const before = on_gpu<T>(between(0, 192), false);
+        auto rest = between(192, 500);
         rest.state = before.last;
         auto const after = on_gpu<T>(rest, true);
-        auto start = piece(0, 192);
+        auto start = between(0, 192);
         start.dlast = after.dstate;
         auto const back = on_gpu<T>(start, true);
         CHECK(on_ranks::same_bits(after.last, whole.last));
         CHECK(on_ranks::same_bits(back.dstate, whole.dstate));
-        for (auto const& [part, first, last] : {std::tuple(&back, 0, 192), {&after, 192, 500}}) {
-            CHECK(on_ranks::same_bits(part->o, slice(whole.o, p.values(), first, last)));
-            CHECK(on_ranks::same_bits(part->dq, slice(whole.dq, p.keys(), first, last)));
-            CHECK(on_ranks::same_bits(part->dk, slice(whole.dk, p.keys(), first, last)));
-            CHECK(on_ranks::same_bits(part->dv, slice(whole.dv, p.values(), first, last)));
-            CHECK(on_ranks::same_bits(part->dg, slice(whole.dg, 2, first, last)));
+        for (auto const& [own, first, last] : {std::tuple(&back, 0, 192), {&after, 192, 500}}) {
+            CHECK(on_ranks::same_bits(own->o, slice(whole.o, p.values(), first, last)));
+            CHECK(on_ranks::same_bits(own->dq, slice(whole.dq, p.keys(), first, last)));
+            CHECK(on_ranks::same_bits(own->dk, slice(whole.dk, p.keys(), first, last)));
+            CHECK(on_ranks::same_bits(own->dv, slice(whole.dv, p.values(), first, last)));
+            CHECK(on_ranks::same_bits(own->dg, slice(whole.dg, 2, first, last)));
         }
     }
 

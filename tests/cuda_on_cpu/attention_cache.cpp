@@ -73,21 +73,21 @@ void check(shape const& of, unsigned seed) {
         t.queries.elsewhere = list.data();
     else
         std::ranges::copy(list, t.queries.here);
-    matrix<float> values(stretches * of.heads, kernels::part_width(of.dim)), o(queries, of.heads * of.dim),
+    matrix<float> values(stretches * of.heads, kernels::partial_width(of.dim)), o(queries, of.heads * of.dim),
         lse(queries, of.heads);
     std::vector<float2> weights(static_cast<std::size_t>(stretches * of.heads));
-    kernels::stretch_parts const parts{values.data(), weights.data()};
+    kernels::stretch_partials const partials{values.data(), weights.data()};
     auto const size = [](index_t n) { return static_cast<unsigned>(n); };
     namespace attention = kernels::attention;
     gpu::now().launch({size(stretches * t.keys() * chunks), 1},
                       {Cores ? attention::cache_threads : attention::threads, 1}, [&] {
                           if constexpr (Cores)
-                              kernels::attend_over_stretch_on_cores<T, E>(t, parts);
+                              kernels::attend_over_stretch_on_cores<T, E>(t, partials);
                           else
-                              kernels::attend_over_stretch<T, E, G>(t, parts);
+                              kernels::attend_over_stretch<T, E, G>(t, partials);
                       });
     gpu::now().launch({size(queries), size(of.heads)}, {attention::threads, 1},
-                      [&] { kernels::join_stretches<float>(o.rows(), lse.rows(), t.queries, parts, of.dim); });
+                      [&] { kernels::join_stretches<float>(o.rows(), lse.rows(), t.queries, partials, of.dim); });
 
     std::vector<double> exact(static_cast<std::size_t>(queries * of.heads * of.dim));
     for (std::size_t i = 0; i < of.seen.size(); ++i)

@@ -32,7 +32,8 @@ arguments const one_strategy{"--ranks", "2", "--linear", "zigzag"};
 void check_gradients(json const& s, bool wide, std::set<std::string> const& weights) {
     double largest = 0;
     std::set<std::string> got;
-    for (auto const& [name, error] : s.at("grads").items()) {
+    for (auto const& [given_name, error] : s.at("grads").items()) {
+        auto const& name = given_name;
         CAPTURE(name);
         got.insert(name);
         largest = std::max(largest, error.get<double>());
@@ -170,8 +171,10 @@ TEST_SUITE("examples") {
     TEST_CASE("experts that neighbouring ranks share have the bits of one rank that has them all, gradients too") {
         double const loss = loss_of(experts);
         auto const weights = with_gradients(experts);
-        for (auto const& [ranks, over] :
+        for (auto const& [given_ranks, given_over] :
              std::vector<std::pair<int, int>>{{2, 2}, {4, 2}, {4, 4}, {8, 2}, {8, 4}, {8, 8}}) {
+            auto const& ranks = given_ranks;
+            auto const& over = given_over;
             CAPTURE(ranks);
             CAPTURE(over);
             auto const options = on(experts, experts / "reference.safetensors", std::to_string(ranks)) +

@@ -52,7 +52,8 @@ void check_errors(golden_file const& file, std::string const& dtype, arguments c
     for (auto const& name : file.outputs) CHECK_MESSAGE(errors.count(name) == 1, name);
     bool const rotary = file.kind == std::string("mrope_index");
     double const wide = file.kind == std::string("causal_conv1d") ? 1e-6 : rotary ? 2e-6 : 2e-7;
-    for (auto const& [name, error] : errors) {
+    for (auto const& [given_name, error] : errors) {
+        auto const& name = given_name;
         CAPTURE(name);
         if (name == "position_ids") {
             CHECK(error == 0);
@@ -241,7 +242,7 @@ TEST_SUITE("examples") {
                  {{{"linear_key_head_dim", std::int64_t{1} << 40}}, "linear_key_head_dim: expected 1 to 65536"},
                  {{{"hidden_size", -1}}, "hidden_size: expected 1 to 65536, got -1"}})
             refuse("gdn_layer_small",
-                   [&](archive& a) {
+                   [&, text = text](archive& a) {
                        json config = json::parse(a.metadata["config"].get<std::string>());
                        config.update(text);
                        a.metadata["config"] = config.dump();

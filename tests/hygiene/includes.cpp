@@ -221,7 +221,8 @@ TEST_SUITE("hygiene") {
         auto const known = headers();
         repository const all;
         REQUIRE(all.files.size() > 200);
-        for (auto const& [path, file] : all.files) {
+        for (auto const& [given_path, file] : all.files) {
+            auto const& path = given_path;
             CAPTURE(path.string());
             names const has = all.closure(path);
             for (std::string const& name : file.uses) {

@@ -103,7 +103,7 @@ TEST_SUITE("layout") {
         for (auto const& [first, width] : std::vector<std::pair<cpx::index_t, cpx::index_t>>{
                  {4, 3}, {-1, 2}, {2, -1}, {7, 0}, {1, std::numeric_limits<cpx::index_t>::max()}})
             rejects({"sharded.cpp", "columns: columns of the view: expected some of 0 to 6"},
-                    [&] { x.view().columns(first, width); });
+                    [&, first = first, width = width] { x.view().columns(first, width); });
         CHECK(x.view().columns(6, 0).data().width() == 0);
     }
 }

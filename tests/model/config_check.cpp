@@ -119,7 +119,8 @@ TEST_SUITE("model") {
     TEST_CASE("every change of one setting of a training configuration is found, and named") {
         for (auto const& name : names) {
             auto const p = preset(name);
-            for (auto const& [key, value] : p.train.items()) {
+            for (auto const& [given_key, value] : p.train.items()) {
+                auto const& key = given_key;
                 CAPTURE(name);
                 CAPTURE(key);
                 auto other = p;
@@ -155,7 +156,8 @@ TEST_SUITE("model") {
         for (auto const& name : names) {
             auto const p = preset(name);
             auto const flat = p.hf.flatten();
-            for (auto const& [pointer, value] : flat.items()) {
+            for (auto const& [given_pointer, value] : flat.items()) {
+                auto const& pointer = given_pointer;
                 auto const key = pointer.substr(pointer.find_last_of('/') + 1);
                 if (std::ranges::find(apart, key) != apart.end() || contains(pointer, "deepstack")) continue;
                 if (pointer == "/vision_config/hidden_size") continue;

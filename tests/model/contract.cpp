@@ -105,8 +105,9 @@ TEST_SUITE("model") {
                                               {dense, ""},
                                               {moe, "Qwen3-4B"},
                                               {moe, "Qwen3-30B"}})
-            rejects({contract + ": model \"" + model + "\" does not have a model profile: expected Qwen3-"},
-                    [&] { check_contract(contract, run_of(model, 1, 1, 1, 1, 1)); });
+            rejects(
+                {contract + ": model \"" + model + "\" does not have a model profile: expected Qwen3-"},
+                [&, contract = contract, model = model] { check_contract(contract, run_of(model, 1, 1, 1, 1, 1)); });
         for (char const* model : {"Qwen3-0.6B", "Qwen3-4B", "Qwen3-4B-Base", "Qwen3-4B-Instruct-2507"})
             CHECK(verdict(dense, run_of(model, 1, 1, 1, 1, 1)) == dense + ": holds");
         CHECK(verdict(moe, run_of("Qwen3-30B-A3B", 1, 1, 1, 1, 1)) == moe + ": holds");
@@ -194,8 +195,9 @@ TEST_SUITE("model") {
 
     // vision_and_names 3.6: a path of tp 2, pp 2, ep 2 without etp ends with etp1.
     TEST_CASE("an etp that is not given is one number for contract, plan, path, arguments and mesh of a run") {
-        for (auto const& [tp, pp, ep] : {std::array{2, 2, 2}, std::array{2, 1, 4}, std::array{4, 1, 2}})
+        for (auto const& [given_tp, pp, ep] : {std::array{2, 2, 2}, std::array{2, 1, 4}, std::array{4, 1, 2}})
             for (int const given : {0, 1, 2}) {
+                auto const& tp = given_tp;
                 auto run = run_of("Qwen3-30B-A3B", tp, ep, 1, ep * std::max(given, 1), ep, pp);
                 run.mesh.etp = given;
                 run.sequence_parallel = true;
@@ -227,13 +229,14 @@ TEST_SUITE("model") {
             return fields(check_contract(dense, run));
         };
         using list = std::vector<std::string>;
-        for (auto const& [name, same, other] :
+        for (auto const& [given_name, same, other] :
              {std::array{"context-parallel-size", "4", "1"}, std::array{"tensor-model-parallel-size", "2", "4"},
               std::array{"pipeline-model-parallel-size", "1", "2"}, std::array{"expert-model-parallel-size", "1", "8"},
               std::array{"sequence-parallel", "false", "true"}, std::array{"fp16", "false", "true"},
               std::array{"fp8", "false", "e4m3"}, std::array{"sequence-parallel", "false", ""},
               std::array{"apply-rope-fusion", "false", "true"}, std::array{"rope-fusion", "false", ""},
               std::array{"bias-swiglu-fusion", "false", "true"}, std::array{"deterministic-mode", "true", "false"}}) {
+            auto const& name = given_name;
             CAPTURE(name);
             CHECK(with(name, same).empty());
             CHECK(with(name, other) == list{std::string("arguments.") + name});
@@ -330,7 +333,8 @@ TEST_SUITE("model") {
         REQUIRE(check_contract(moe, good).holds());
         auto all = good;
         std::vector<std::string> names;
-        for (auto const& [field, damage] : wrong) {
+        for (auto const& [given_field, damage] : wrong) {
+            auto const& field = given_field;
             auto run = good;
             damage(run);
             CAPTURE(field);
@@ -341,7 +345,7 @@ TEST_SUITE("model") {
             names.push_back(field);
         }
         CHECK(fields(check_contract(moe, all)) == names);
-        std::vector<std::string> passages{"contract.cpp:", "contract " + moe + ": this run does not hold it:"};
+        std::vector<std::string> passages{"contract.cpp:", "contract " + moe + ": this job does not hold it:"};
         for (auto const& n : names) passages.push_back("\n  " + n + ": expected ");
         rejects(passages, [&] { require_contract(moe, all); });
         require_contract(moe, good);

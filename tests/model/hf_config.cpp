@@ -71,7 +71,8 @@ json family(std::string const& name) {
 TEST_SUITE("model") {
     TEST_CASE(
         "every family is read, and its layers follow layer_types, or the interval, or are all of full attention") {
-        for (auto const& [name, settings] : families()) {
+        for (auto const& [given_name, settings] : families()) {
+            auto const& name = given_name;
             CAPTURE(name);
             auto const c = config_of(settings);
             CHECK(c.family.name == name);
@@ -220,7 +221,8 @@ TEST_SUITE("model") {
 
     TEST_CASE("a damaged file of any family is read or refused with cpx::error") {
         std::mt19937_64 random(4);
-        for (auto const& [name, settings] : families()) {
+        for (auto const& [given_name, settings] : families()) {
+            auto const& name = given_name;
             CAPTURE(name);
             auto const original = settings.dump();
             int refused = 0;

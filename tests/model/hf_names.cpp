@@ -78,7 +78,8 @@ TEST_CASE("names in Megatron become those of Hugging Face") {
         std::string megatron, hf;
     };
     auto const check = [](hf_names const& names, std::vector<example> const& examples) {
-        for (auto const& [megatron, hf] : examples) {
+        for (auto const& [given_megatron, hf] : examples) {
+            auto const& megatron = given_megatron;
             CAPTURE(megatron);
             std::string all;
             for (auto const& name : names.to_hf(megatron)) all += (all.empty() ? "" : " ") + name;

@@ -132,7 +132,8 @@ TEST_CASE("shares of all ranks have every element once, one below or beside the 
                 CHECK(below == expected);
             }
         }
-        for (auto const& [name, bytes] : sources) {
+        for (auto const& [given_name, bytes] : sources) {
+            auto const& name = given_name;
             CAPTURE(name);
             CHECK(rebuilt[name] == bytes);
             CHECK(std::ranges::count(times[name], 1) == std::ssize(times[name]));

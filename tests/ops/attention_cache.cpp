@@ -158,8 +158,9 @@ TEST_SUITE("ops") {
 
     TEST_CASE_TEMPLATE("32 tokens decoded after any prefill have the attention of whole sequences", T, float, double) {
         std::size_t turn = 0;
-        for (auto const& [whole, prompt] : {std::pair(lists{49, 0, 38, 1, 33, 32}, lists{17, 0, 6, 1, 1, 0}),
-                                            std::pair(lists{3, 5}, lists{0, 0}), std::pair(lists{}, lists{})}) {
+        for (auto const& [whole, given_prompt] : {std::pair(lists{49, 0, 38, 1, 33, 32}, lists{17, 0, 6, 1, 1, 0}),
+                                                  std::pair(lists{3, 5}, lists{0, 0}), std::pair(lists{}, lists{})}) {
+            auto const& prompt = given_prompt;
             auto const p = random_attention<T>(lengths(whole), {6, 2, 5}, turn + 1);
             auto const want = reference::run(p);
             auto const one = reference::run_gathered(p, one_rank(p.batch));

@@ -191,7 +191,8 @@ TEST_SUITE("ops") {
             auto const one = delta_rule<cpx::serial>(f, on_ranks::one_rank(f.batch), chunk, true);
             everywhere(f.batch, chunk, [&](auto const& sharding) {
                 auto const got = delta_rule<cpx::serial>(f, sharding, chunk, true);
-                for (auto const& [name, gradient] : one) {
+                for (auto const& [given_name, gradient] : one) {
+                    auto const& name = given_name;
                     CAPTURE(name);
                     CHECK(same_bits(got.at(name), gradient));
                 }
@@ -204,7 +205,8 @@ TEST_SUITE("ops") {
         auto const one = delta_rule<cpx::serial>(f, on_ranks::one_rank(f.batch), 64, true);
         everywhere(f.batch, 1, [&](auto const& sharding) {
             auto const got = delta_rule<cpx::scan>(f, sharding, 64, true);
-            for (auto const& [name, gradient] : one) {
+            for (auto const& [given_name, gradient] : one) {
+                auto const& name = given_name;
                 CAPTURE(name);
                 CHECK(relative_error(got.at(name), gradient) <= 1e-12);
             }
@@ -220,7 +222,8 @@ TEST_SUITE("ops") {
             everywhere(f.batch, 1, [&](auto const& sharding) {
                 auto const got = convolution(f, sharding);
                 CHECK(same_bits(got.at("dx"), one.at("dx")));
-                for (auto const& [gradient, values] : got) {
+                for (auto const& [given_gradient, values] : got) {
+                    auto const& gradient = given_gradient;
                     CAPTURE(gradient);
                     CHECK(relative_error(values, f.file.template read<double>(gradient)) <= tolerance<T>);
                 }

@@ -335,7 +335,8 @@ TEST_SUITE("ops") {
         for (int i = 0; i < 5; ++i) all.push_back(random_conversation(numbers));
         std::size_t turn = 0;
         for (auto const& config : {grouped, uneven, pointwise})
-            for (auto const& [whole, prompt] : all) {
+            for (auto const& [whole, given_prompt] : all) {
+                auto const& prompt = given_prompt;
                 auto const p = random_layer<T>(lengths(whole), config, turn % 2 == 0, turn + 1);
                 auto const want = expected(p.template as<double>());
                 CAPTURE(support::text(p.batch));

@@ -123,8 +123,9 @@ TEST_SUITE("ops") {
                 cpx::rotary_frequencies<float>({.theta = rope.get<double>("rope_theta"), .rotary_dim = head_dim});
             cpx::rotary_pairs<T> const pairs{std::vector<T>(frequencies.begin(), frequencies.end()),
                                              cpx::rotary_axes(section, order, head_dim / 2)};
-            for (auto const& [from, to] : std::vector<std::pair<std::string, std::string>>{
+            for (auto const& [given_from, to] : std::vector<std::pair<std::string, std::string>>{
                      {"q", "q_rot"}, {"k", "k_rot"}, {"dq_rot", "dq"}, {"dk_rot", "dk"}}) {
+                auto const& from = given_from;
                 CAPTURE(from);
                 index_t const width = file.tensor(from).shape[1] * head_dim;
                 auto const x = file.read<T>(from);

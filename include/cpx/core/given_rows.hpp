@@ -49,7 +49,7 @@ given_rows guess_rows(index_t rows, int ranks, P const& padded, V const& valid =
     return given_rows::shard;
 }
 template <class X = void>
-given_rows guess_rows(detail::any, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
+given_rows guess_rows(detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<X>, "cpx: guess_rows(rows, ranks, padded, valid) wants two numbers and vectors, arrays "
                                     "or spans of integers: the offsets of the padded batch, and perhaps of its tokens");
     return {};

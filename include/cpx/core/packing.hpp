@@ -148,8 +148,8 @@ thd thd_from_positions(R const& positions, pad pads, index_t columns = -1, calle
     }
     return detail::padded_thd(lengths, std::move(valid), here);
 }
-template <class X>
-thd thd_from_positions(X const&, detail::any = {}, detail::any = {}) {
+template <class X = detail::any>
+thd thd_from_positions(X const& = {}, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<X>, "cpx: thd_from_positions(positions, pad) wants a vector, array or span of int32 or "
                                     "int64, and what padding is, pad::joins_last_sequence or pad::own_sequence");
     return {};
@@ -234,8 +234,8 @@ packing packing_from_mask(M const& mask, P const& positions, index_t columns, ca
     }
     return packing(thd::from_lengths(lengths, here), std::move(starts), count, here);
 }
-template <class X>
-packing packing_from_mask(X const&, detail::any = {}, detail::any = {}) {
+template <class X = detail::any>
+packing packing_from_mask(X const& = {}, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<X>, "cpx: packing_from_mask(mask, columns, padding), or (mask, positions, columns), "
                                     "wants a vector, array or span of bool, uint8, int32 or int64, positions of the "
                                     "latter two; std::vector<bool> is none: take std::vector<std::uint8_t>");
@@ -279,8 +279,8 @@ thd thd_from_cu_seqlens(V const& valid, P const& padded, padded_buffer buffer = 
     }
     return detail::padded_thd(lengths, std::move(counts), here);
 }
-template <class X>
-thd thd_from_cu_seqlens(X const&, detail::any = {}, detail::any = {}) {
+template <class X = detail::any>
+thd thd_from_cu_seqlens(X const& = {}, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<X>,
                   "cpx: thd_from_cu_seqlens(valid, padded) wants two vectors, arrays or spans of int32 "
                   "or int64; offsets without padding go to thd(offsets)");
@@ -310,8 +310,8 @@ inline thd pad_to_multiple(thd const& batch, index_t multiple, caller here = cal
     return detail::padded_thd(lengths, std::move(valid), here);
 }
 
-template <class X>
-thd pad_to_multiple(X const&, detail::any = {}, detail::any = {}) {
+template <class X = detail::any>
+thd pad_to_multiple(X const& = {}, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<X>, "cpx: pad_to_multiple(batch, multiple) wants a cpx::thd, such as thd({0, 7, 20}), "
                                     "and a number");
     return {};
@@ -323,8 +323,8 @@ inline packing unpadded(thd const& padded, caller here = caller::here()) {
     return packing(pad_to_multiple(padded, 1, here), offsets, padded.tokens(), here);
 }
 
-template <class X>
-packing unpadded(X const&, detail::any = {}) {
+template <class X = detail::any>
+packing unpadded(X const& = {}, detail::any = {}) {
     static_assert(detail::never<X>, "cpx: unpadded(padded) wants a cpx::thd with valid lengths, such as "
                                     "thd_from_cu_seqlens returns");
     throw;
@@ -343,7 +343,7 @@ void pack(packing const& p, std::type_identity_t<rows<T const>> buffer, rows<T> 
                              packed.sub(p.batch().offset(s), p.batch().length(s)));
 }
 template <class T = void>
-void pack(detail::any, detail::any = {}, detail::any = {}) {
+void pack(detail::any = {}, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<T>, "cpx: pack(packing, buffer, packed) wants a packing and rows, those written not "
                                     "const; of a tensor data(), of a vector rows(list, width)");
 }
@@ -370,7 +370,7 @@ void unpack(packing const& p, std::type_identity_t<rows<T const>> packed, rows<T
     zero_until(p.buffer_rows());
 }
 template <class T = void>
-void unpack(detail::any, detail::any = {}, detail::any = {}) {
+void unpack(detail::any = {}, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<T>, "cpx: unpack(packing, packed, buffer) wants a packing and rows, those written not "
                                     "const; of a tensor data(), of a vector rows(list, width)");
 }

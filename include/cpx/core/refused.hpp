@@ -9,8 +9,9 @@
 #include <initializer_list>
 #include <type_traits>
 
-// Beside what can be called stands an overload `template <class X> f(X const&, any = {}, ...)` that any call fits, but
-// no better than the function itself. It asserts `never<X>`: name, what is wanted, how to get it.
+// Beside what can be called stands an overload `template <class X = any> f(X const& = {}, any = {}, ...)` that any call
+// fits, one without arguments, too, but no better than the function itself. It asserts `never<X>`: name, what is
+// wanted, how to get it. A class has such a constructor, explicit, and such a deduction guide.
 namespace cpx::detail {
 
 /// A parameter that takes any argument, lists in braces too, where no other overload does.

@@ -48,8 +48,8 @@ inline std::vector<int> rotary_axes(std::array<index_t, 3> section, axis_order o
             axes.push_back(i < 3 * section[static_cast<std::size_t>(i % 3)] ? static_cast<int>(i % 3) : 0);
     return axes;
 }
-template <class X>
-std::vector<int> rotary_axes(X const&, detail::any = {}, detail::any = {}) {
+template <class X = detail::any>
+std::vector<int> rotary_axes(X const& = {}, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<X>, "cpx: rotary_axes(section, order, pairs) wants mrope_section, three index_t in "
                                     "braces or an array, and an axis_order");
     return {};

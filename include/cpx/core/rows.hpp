@@ -45,10 +45,17 @@ public:
     }
 
     template <class X>
-        requires(std::same_as<T, detail::refused> || std::ranges::range<X>)
+        requires(!std::is_convertible_v<X&, rows>)
     explicit rows(X const&, detail::any = {}) {
-        static_assert(detail::never<X>, "cpx: rows(list, width) wants a vector and the width of a row, or "
-                                        "rows(pointer, count, width); of other lists write rows<T>(list, width)");
+        static_assert(detail::never<X>,
+                      "cpx: rows(list, width) wants a vector and the width of a row, or rows(pointer, count, width); "
+                      "of other lists write rows<T>(list, width), of a tensor its data()");
+    }
+    template <class X>
+        requires(!std::is_convertible_v<X*, T*>)
+    rows(X*, index_t, index_t, detail::any = {}) {
+        static_assert(detail::never<X>,
+                      "cpx: rows of a pointer to other elements, or to const; rows<T const> view what is const");
     }
 
     CPX_HOST_DEVICE constexpr operator rows<T const>() const { return {data_, count_, width_, stride_}; }
@@ -97,7 +104,7 @@ public:
         requires std::is_const_v<T>
         : rows_(r) {}
     template <class X>
-        requires requires(X& x) { rows<T>(x.data()); }
+        requires requires(X& x) { requires std::convertible_to<decltype(x.data()), rows<T>>; }
     rows_or_list(X& tensor) : rows_(tensor.data()) {}
     template <class R>
         requires std::is_convertible_v<R, std::span<T>>

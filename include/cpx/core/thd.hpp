@@ -92,9 +92,9 @@ public:
                 "at most the rows of the buffer, " + std::to_string(buffer_rows), batch.tokens(), here);
         return batch;
     }
-    template <class X>
+    template <class X = detail::any>
         requires(!integers<X>)
-    static thd from_offsets(X const&, detail::any = {}, detail::any = {}) {
+    static thd from_offsets(X const& = {}, detail::any = {}, detail::any = {}) {
         not_integers<X>();
         return {};
     }
@@ -107,7 +107,7 @@ public:
         return thd(std::move(offsets), {}, here);
     }
     template <class X = void>
-    static thd uniform(detail::any, detail::any = {}) {
+    static thd uniform(detail::any = {}, detail::any = {}) {
         static_assert(detail::never<X>, "cpx: thd::uniform(count, length) wants two numbers; of lengths that differ, "
                                         "thd::from_lengths");
         return {};
@@ -131,9 +131,9 @@ public:
         return from_lengths(numbers("thd::from_lengths", "length of sequence ", lengths, here), here);
     }
 
-    template <class X>
+    template <class X = detail::any>
         requires(!integers<X>)
-    static thd from_lengths(X const&, detail::any = {}) {
+    static thd from_lengths(X const& = {}, detail::any = {}) {
         not_integers<X>();
         return {};
     }

@@ -33,7 +33,7 @@ struct cached_query {
 
 namespace detail {
 
-inline constexpr index_t most_parts = index_t{1} << 24; ///< floats of one launch, unless one query wants more
+inline constexpr index_t most_partials = index_t{1} << 24; ///< floats of one launch, unless one query wants more
 
 /// Calls `f` with how many query heads that read one key head a block takes.
 template <class F>
@@ -61,10 +61,10 @@ bool has_core_memory(void (*kernel)(P...), int bytes, caller here) {
     return true;
 }
 
-/// Launches the kernel for the parts of so many stretches.
+/// Launches the kernel for the partials of so many stretches.
 template <gpu_number T>
 void launch_stretches(cached_rows<T> const& of, kernels::cached_tensors<T> const& t, index_t stretches,
-                      kernels::stretch_parts const& parts, caller here) {
+                      kernels::stretch_partials const& partials, caller here) {
     auto const grid = [&](int heads_at_once) {
         return dim3(static_cast<unsigned>(stretches * t.keys() * ((of.group + heads_at_once - 1) / heads_at_once)));
     };
@@ -76,14 +76,14 @@ void launch_stretches(cached_rows<T> const& of, kernels::cached_tensors<T> const
                 auto* const kernel = kernels::attend_over_stretch_on_cores<T, D>;
                 if (!(done = has_core_memory(kernel, kernels::attention::cache_memory(D), here))) return;
                 launch_early(kernel, grid(kernels::attention::cache_heads), kernels::attention::cache_threads,
-                             kernels::attention::cache_memory(D), of.in.stream(), where, here, t, parts);
+                             kernels::attention::cache_memory(D), of.in.stream(), where, here, t, partials);
             });
             if (done) return;
         }
     with_heads_at_once(of.group, [&](auto G) {
         with_lane_columns(of.dim, [&](auto E) {
             launch_early(kernels::attend_over_stretch<T, E, G>, grid(G), kernels::attention::threads, 0, of.in.stream(),
-                         where, here, t, parts);
+                         where, here, t, partials);
         });
     });
 }
@@ -138,26 +138,26 @@ void attend_over_cache(cached_rows<T> const& of, std::vector<cached_query> const
         listed = of.in.template room<index_t>(std::ssize(numbers));
         write_numbers(numbers, listed.data(), of.in.stream(), here);
     }
-    index_t const part = of.query_heads * (kernels::part_width(t.dim) + 2); // floats
-    index_t const most = std::clamp<index_t>(detail::most_parts / part, 1, (index_t{1} << 31) - 1);
+    index_t const partial = of.query_heads * (kernels::partial_width(t.dim) + 2); // floats
+    index_t const most = std::clamp<index_t>(detail::most_partials / partial, 1, (index_t{1} << 31) - 1);
     block<float> room;
     for (std::size_t begin = 0, end = 0; begin < queries.size(); begin = end) {
         for (end = begin + 1; end < queries.size() && seen[end + 1].stretch - seen[begin].stretch <= most;) ++end;
         index_t const stretches = seen[end].stretch - seen[begin].stretch;
-        if (stretches * part > room.size()) room = of.in.template room<float>(stretches * part);
-        kernels::stretch_parts const parts{
+        if (stretches * partial > room.size()) room = of.in.template room<float>(stretches * partial);
+        kernels::stretch_partials const partials{
             room.data(),
-            reinterpret_cast<float2*>(room.data() + stretches * of.query_heads * kernels::part_width(t.dim))};
+            reinterpret_cast<float2*>(room.data() + stretches * of.query_heads * kernels::partial_width(t.dim))};
         t.queries.queries = static_cast<int>(end - begin);
         if (listed.size() > 0)
             t.queries.elsewhere = reinterpret_cast<kernels::seen_rows const*>(listed.data()) + begin;
         else
             std::copy(seen.begin() + static_cast<std::ptrdiff_t>(begin),
                       seen.begin() + static_cast<std::ptrdiff_t>(end) + 1, t.queries.here);
-        if (stretches > 0) detail::launch_stretches(of, t, stretches, parts, here);
+        if (stretches > 0) detail::launch_stretches(of, t, stretches, partials, here);
         dim3 const grid(static_cast<unsigned>(end - begin), static_cast<unsigned>(of.query_heads));
         launch_early(kernels::join_stretches<Out>, grid, threads, 0, of.in.stream(), where, here, o, lse, t.queries,
-                     parts, t.dim);
+                     partials, t.dim);
     }
 }
 

@@ -41,9 +41,9 @@ public:
         turns_ = buffer<std::uint64_t>(std::span<std::uint64_t const>(turns), here);
         axes_ = buffer<std::uint8_t>(std::span<std::uint8_t const>(bytes), here);
     }
-    template <class X>
+    template <class X = cpx::detail::any>
         requires(!std::same_as<X, rotary_pairs> && !std::convertible_to<X const&, std::span<double const>>)
-    explicit rotary_pairs(X const&, cpx::detail::any = {}, cpx::detail::any = {}) {
+    explicit rotary_pairs(X const& = {}, cpx::detail::any = {}, cpx::detail::any = {}) {
         static_assert(cpx::detail::never<X>, "cpx: cuda::rotary_pairs(frequencies, axes) wants frequencies of double, "
                                              "such as rotary_frequencies<double>(options), and axes of rotary_axes");
     }

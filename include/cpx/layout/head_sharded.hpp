@@ -75,9 +75,9 @@ public:
         requires(W == dynamic)
         : head_sharded(extent<W>(ranks), std::move(batch), std::move(sections), here) {}
 
-    template <class X>
+    template <class X = detail::any>
         requires(!std::derived_from<X, head_sharded>)
-    explicit head_sharded(X const& x, detail::any = {}, detail::any = {}, detail::any = {})
+    explicit head_sharded(X const& x = {}, detail::any = {}, detail::any = {}, detail::any = {})
         : detail::every_row_sharding<W>(x) {}
     template <class X>
     head_sharded(std::initializer_list<section>, X const& x, detail::any = {}) : detail::every_row_sharding<W>(x) {}
@@ -126,9 +126,9 @@ public:
         requires(W == dynamic)
         : detail::every_row_sharding<W>("replicated", extent<W>(ranks), std::move(batch), here) {}
 
-    template <class X>
+    template <class X = detail::any>
         requires(!std::derived_from<X, replicated>)
-    explicit replicated(X const& x, detail::any = {}, detail::any = {}, detail::any = {})
+    explicit replicated(X const& x = {}, detail::any = {}, detail::any = {}, detail::any = {})
         : detail::every_row_sharding<W>(x) {}
 
     std::span<section const> sections() const { return {}; }

@@ -57,7 +57,7 @@ public:
     }
 
     template <class X = void>
-    explicit piecewise(detail::any, detail::any = {}, detail::any = {}, detail::any = {}) {
+    explicit piecewise(detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
         static_assert(detail::never<X>, "cpx: piecewise(ranks, batch, pieces) wants the number of ranks, a cpx::thd "
                                         "and its pieces with their ranks; or by_counts(batch, rows of every rank)");
     }

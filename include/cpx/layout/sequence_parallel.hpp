@@ -44,8 +44,8 @@ piecewise<sequence_parallel_of<S>> sequence_parallel(S const& sharding, int tp, 
     std::ranges::sort(pieces, {}, [](owned_piece const& p) { return p.rows.first; });
     return piecewise<sequence_parallel_of<S>>(tp * sharding.ranks(), sharding.batch(), pieces, here);
 }
-template <class X>
-detail::refused sequence_parallel(X const&, detail::any = {}, detail::any = {}) {
+template <class X = detail::any>
+detail::refused sequence_parallel(X const& = {}, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<X>,
                   "cpx: sequence_parallel(sharding, tp) wants a sharding, such as shard(batch, zigzag<4>{}) returns");
     return {};

@@ -12,9 +12,10 @@ struct sequential : private extent<W> {
     constexpr sequential() = default;
     CPX_HOST_DEVICE constexpr explicit sequential(int ranks, caller here = caller::here())
         : extent<W>(detail::ranks_with(1, ranks, "sequential", here)) {}
-    template <class X>
-    constexpr sequential(int, X const&, detail::any = {}, detail::any = {}) {
-        static_assert(detail::never<X>, "cpx: sequential wants the number of its ranks alone: sequential<>(4)");
+    template <class X = void>
+    constexpr explicit sequential(detail::any, detail::any = {}, detail::any = {}, detail::any = {}) {
+        static_assert(detail::never<X>, "cpx: sequential wants the number of its ranks alone: sequential<>(4); "
+                                        "shard(batch, sequential<4>{}) shards");
     }
 
     CPX_HOST_DEVICE constexpr int ranks() const { return this->get(); }

@@ -39,9 +39,9 @@ public:
         static_assert(detail::never<X>, "cpx: sharded wants rows of its elements, a sharding and a rank: "
                                         "sharded(rows(list, width), sharding, rank)");
     }
-    template <class X, class Y>
-        requires(std::same_as<T, detail::refused> && !std::convertible_to<Y, S>)
-    explicit sharded(X const&, Y const&, detail::any = {}) : sharded(unfit<X>()) {}
+    template <class X = detail::any>
+        requires(!std::is_convertible_v<X&, sharded> && (std::same_as<X, rows<T>> || !std::convertible_to<X, rows<T>>))
+    explicit sharded(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}) : sharded(unfit<X>()) {}
 
     operator sharded<T const, S, M>() const { return {data_, sharding_, rank_, memory_}; }
 
@@ -64,7 +64,9 @@ public:
 private:
     template <class X>
     static sharded const& unfit() {
-        static_assert(detail::never<X>, "cpx: sharded(rows, sharding, rank) wants all three, in this order");
+        static_assert(std::is_base_of_v<detail::refused, X>,
+                      "cpx: sharded(rows, sharding, rank) wants all three, in this order; of a "
+                      "tensor write x.view()");
         throw;
     }
 
@@ -84,8 +86,8 @@ template <class T, class S, class M>
 sharded(rows<T>, S, int, M) -> sharded<T, S, M>;
 template <class X, any_sharding S>
 sharded(X const&, S, int) -> sharded<detail::refused, S>;
-template <class X, class Y>
-sharded(X const&, Y const&, detail::any = {}) -> sharded<detail::refused, sharding<sequential<1>>>;
+template <class X = detail::any>
+sharded(X const& = {}, detail::any = {}, detail::any = {}) -> sharded<detail::refused, sharding<sequential<1>>>;
 
 namespace detail {
 
@@ -126,7 +128,7 @@ namespace detail {
 
 /// What stands in place of a tensor. `Of`: what the sentence is said for, once.
 template <class Of>
-struct no_tensor {
+struct no_tensor : refused {
     template <class View>
     operator View const&() const {
         throw;

@@ -69,6 +69,13 @@ inline index_t columns_of(char const* where, std::span<section const> sections, 
                 "one of the rank's after " + std::to_string(last), std::to_string(chunk), here);
 }
 
+/// What a sharding deduces where no layout is given.
+struct no_layout {
+    int ranks() const { return 1; }
+    int chunks() const { return 1; }
+    int owner(int) const { return 0; }
+};
+
 // Stand for what callers pass; nvcc does not accept lambdas in a concept.
 struct takes_range {
     void operator()(range) const {}
@@ -110,6 +117,8 @@ public:
     static constexpr scope cuts = Scope;
     static constexpr bool every_row = false;
     static constexpr int static_ranks = cpx::static_ranks<P>;
+    static_assert(!std::same_as<P, detail::no_layout>,
+                  "cpx: sharding(batch, layout) wants a cpx::thd and a layout: sharding(batch, zigzag<4>{})");
 
     /// Throws `cpx::error` if the layout has no ranks or gives a chunk to a rank that does not exist, or if the cut
     /// does not ascend. Cost: O(chunks), of length rules and cuts of the user's O(runs * chunks).
@@ -129,6 +138,9 @@ public:
                 if constexpr (!detail::ascends<Cut>) check_cut(run(i), l.chunks(), here);
             }
     }
+
+    template <class X = detail::any>
+    explicit sharding(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}) : sharding(unfit<X>()) {}
 
     int ranks() const { return policy_.ranks(); }
     thd const& batch() const { return batch_; }
@@ -241,6 +253,12 @@ public:
     }
 
 private:
+    template <class X>
+    static sharding const& unfit() {
+        static_assert(detail::never<X> || std::same_as<P, detail::no_layout>,
+                      "cpx: sharding(batch, layout) wants a cpx::thd and a layout: sharding(batch, zigzag<4>{})");
+        throw;
+    }
     static std::vector<int> owned_chunks(layout auto const& l, int rank) {
         std::vector<int> owned;
         for_each_chunk(l, rank, [&](int c) { owned.push_back(c); });
@@ -310,13 +328,16 @@ private:
     [[no_unique_address]] Cut cut_;
 };
 
+template <class X = detail::any>
+sharding(X const& = {}, detail::any = {}, detail::any = {}) -> sharding<detail::no_layout>;
+
 /// Returns the sharding of `batch` by a policy: `shard(batch, zigzag<4>{})`, `shard<scope::batch>(batch, ...)`.
 template <scope Scope = scope::sequence, layout_policy P, cut Cut = balanced>
 sharding<P, Scope, Cut> shard(thd batch, P policy, Cut cut = {}, caller here = caller::here()) {
     return sharding<P, Scope, Cut>(std::move(batch), std::move(policy), cut, here);
 }
-template <scope = scope::sequence, class X>
-detail::refused shard(X const&, detail::any = {}, detail::any = {}, detail::any = {}) {
+template <auto = 0, class = void, class = void, class X = detail::any> // whatever is spelled: a number, a layout
+detail::refused shard(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<X>,
                   "cpx: shard(batch, layout) wants a cpx::thd and a layout, whose ranks(), chunks() and owner(chunk) "
                   "return int, or a rule that chooses layouts; shard<scope::batch>(batch, layout, cut)");

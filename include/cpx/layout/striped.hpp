@@ -15,9 +15,10 @@ struct striped : private extent<W> {
     constexpr striped() = default;
     CPX_HOST_DEVICE constexpr explicit striped(int ranks, caller here = caller::here())
         : extent<W>(detail::ranks_with(Stripes, ranks, "striped", here)) {}
-    template <class X>
-    constexpr striped(int, X const&, detail::any = {}, detail::any = {}) {
-        static_assert(detail::never<X>, "cpx: striped wants the number of its ranks alone: striped<>(4)");
+    template <class X = void>
+    constexpr explicit striped(detail::any, detail::any = {}, detail::any = {}, detail::any = {}) {
+        static_assert(detail::never<X>, "cpx: striped wants the number of its ranks alone: striped<>(4); shard(batch, "
+                                        "striped<4>{}) shards");
     }
 
     CPX_HOST_DEVICE constexpr int ranks() const { return this->get(); }

@@ -42,8 +42,9 @@ public:
         requires std::default_initializable<M>
         : tensor(sharding, rank, width, M(), here) {}
 
-    template <class X>
-    explicit tensor(X const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {})
+    template <class X = detail::any>
+    explicit tensor(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
+                    detail::any = {})
         : tensor(unfit<X>()) {}
     template <class U, any_sharding R, any_memory N>
     tensor(tensor<U, R, N> const&) : tensor(unfit<U>()) {}
@@ -154,8 +155,8 @@ public:
     template <class... X>
     tensor(X const&...) : tensor<typename detail::stand_in<T>::type, S, M>(detail::refused()) {}
 };
-template <class X>
-tensor(X const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {})
+template <class X = detail::any>
+tensor(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {})
     -> tensor<detail::untold, sharding<sequential<1>>>;
 
 /// Returns a tensor of zeros of any sharding: `make_tensor<float>(sharding, rank, width)`; of another memory than the
@@ -168,8 +169,8 @@ template <class T, any_sharding S, any_memory M>
 tensor<T, S, M> make_tensor(S const& sharding, int rank, index_t width, M const& memory, caller here = caller::here()) {
     return {sharding, rank, width, memory, here};
 }
-template <class T = void, class X>
-detail::refused make_tensor(X const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
+template <class T = void, class X = detail::any>
+detail::refused make_tensor(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<X>,
                   "cpx: make_tensor<T>(sharding, rank, width) wants a sharding, such as shard(batch, zigzag<4>{}) "
                   "returns, and then perhaps a memory; or a cpx::transport in place of the rank");

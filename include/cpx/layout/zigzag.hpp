@@ -14,9 +14,10 @@ struct zigzag : private extent<W> {
     constexpr zigzag() = default;
     CPX_HOST_DEVICE constexpr explicit zigzag(int ranks, caller here = caller::here())
         : extent<W>(detail::ranks_with(2, ranks, "zigzag", here)) {}
-    template <class X>
-    constexpr zigzag(int, X const&, detail::any = {}, detail::any = {}) {
-        static_assert(detail::never<X>, "cpx: zigzag wants the number of its ranks alone: zigzag<>(4)");
+    template <class X = void>
+    constexpr explicit zigzag(detail::any, detail::any = {}, detail::any = {}, detail::any = {}) {
+        static_assert(detail::never<X>, "cpx: zigzag wants the number of its ranks alone: zigzag<>(4); shard(batch, "
+                                        "zigzag<4>{}) shards");
     }
 
     CPX_HOST_DEVICE constexpr int ranks() const { return this->get(); }

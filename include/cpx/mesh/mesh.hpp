@@ -35,9 +35,9 @@ struct mesh_sizes {
 };
 
 /// Returns over how many ranks the weights of one expert are divided. This is the rule for all that has a mesh: etp
-/// where it is given; where it is not, tp, as in Megatron, but 1 in a true-on-policy run of a mixture of experts.
+/// where it is given; where it is not, tp, as in Megatron, but 1 in a true-on-policy job of a mixture of experts.
 ///
-/// Such runs leave experts whole (miles, pull request 1088: tp 2, pp 2, ep 2 is `_tp2_pp2_ep2_etp1`): their plan tells
+/// Such jobs leave experts whole (miles, pull request 1088: tp 2, pp 2, ep 2 is `_tp2_pp2_ep2_etp1`): their plan tells
 /// Megatron so, and gives it to their mesh: `plan_on_policy`, `with_plan`.
 constexpr int etp_of(mesh_sizes const& sizes, bool true_on_policy = false) {
     return sizes.etp != 0 ? sizes.etp : true_on_policy ? 1 : sizes.tp;
@@ -144,21 +144,21 @@ public:
         char const* const where = "mesh::layers";
         require_below(where, "chunk of layers", chunk, chunks_, here);
         index_t const pp = members(where, axis::pp, here), at = number(where, axis::pp, true, world_rank, here);
-        return part(where, "layers", all, pp * chunks_, chunk * pp + at, "pipeline stages", here);
+        return share(where, "layers", all, pp * chunks_, chunk * pp + at, "pipeline stages", here);
     }
     /// Returns the experts of a rank, of so many a layer. Throws unless ep divides them.
     constexpr range experts(index_t all, int world_rank, caller here = caller::here()) const {
-        return part("mesh::experts", "experts", all, axis::ep, "ep", world_rank, here);
+        return share("mesh::experts", "experts", all, axis::ep, "ep", world_rank, here);
     }
     /// Returns which sequences of a step a rank loads: tp, cp and pp do not multiply them, their ranks load the same.
     /// Throws unless dp divides them.
     constexpr range sequences(index_t step, int world_rank, caller here = caller::here()) const {
-        return part("mesh::sequences", "sequences of a step", step, axis::dp, "dp", world_rank, here);
+        return share("mesh::sequences", "sequences of a step", step, axis::dp, "dp", world_rank, here);
     }
     /// Returns in how many micro-batches a rank takes its sequences of a step. Throws unless all are whole.
     constexpr index_t accumulation_steps(index_t step, index_t micro_batch, caller here = caller::here()) const {
         char const* const where = "mesh::accumulation_steps";
-        index_t const own = part(where, "sequences of a step", step, axis::dp, "dp", 0, here).size();
+        index_t const own = share(where, "sequences of a step", step, axis::dp, "dp", 0, here).size();
         if (micro_batch < 1 || own % micro_batch != 0)
             throw error(where, "sequences of a micro-batch", "a divisor of a rank's " + std::to_string(own),
                         std::to_string(micro_batch), here);
@@ -263,9 +263,9 @@ private:
         if (number < 0 || number >= count)
             throw error(where, what, "0 to " + std::to_string(count - 1), std::to_string(number), here);
     }
-    /// Returns the part of so many things that one of `ranks` has; of an axis that the rank which stands there has.
-    static constexpr range part(char const* where, char const* what, index_t all, index_t ranks, index_t rank,
-                                char const* of, caller here) {
+    /// Returns the share of so many things that one of `ranks` has; of an axis that the rank which stands there has.
+    static constexpr range share(char const* where, char const* what, index_t all, index_t ranks, index_t rank,
+                                 char const* of, caller here) {
         if (all < 0 || all % ranks != 0)
             throw error(where, what,
                         std::string(all < 0 ? "not negative, " : "") + "a multiple of " + of + " = " +
@@ -273,10 +273,10 @@ private:
                         std::to_string(all), here);
         return {rank * (all / ranks), (rank + 1) * (all / ranks)};
     }
-    constexpr range part(char const* where, char const* what, index_t all, axis over, char const* name, int world_rank,
-                         caller here) const {
-        return part(where, what, all, members(where, over, here), number(where, over, true, world_rank, here), name,
-                    here);
+    constexpr range share(char const* where, char const* what, index_t all, axis over, char const* name, int world_rank,
+                          caller here) const {
+        return share(where, what, all, members(where, over, here), number(where, over, true, world_rank, here), name,
+                     here);
     }
 
     int world_ = 1, chunks_ = 1;

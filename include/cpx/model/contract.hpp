@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which bits a run promises: its configuration is held against a contract before anything is launched.
+// Which bits a job promises: its configuration is held against a contract before anything is launched.
 #pragma once
 
 #include <cpx/core/error.hpp>
@@ -24,7 +24,7 @@ namespace cpx {
 /// bit for bit. It promises nothing about tp, dp, pp and ep, nor about sums that NCCL makes (NCCL_ALGO).
 inline constexpr std::string_view derived_contract = "derived";
 
-/// Why a run does not hold a contract.
+/// Why a job does not hold a contract.
 struct contract_reason {
     std::string field; ///< of `run_configuration`, such as `rollout.ep` or `environment.NCCL_ALGO`
     std::string found, wanted;
@@ -32,7 +32,7 @@ struct contract_reason {
     friend bool operator==(contract_reason const&, contract_reason const&) = default;
 };
 
-/// Whether a run holds a contract: if not, all reasons.
+/// Whether a job holds a contract: if not, all reasons.
 struct contract_verdict {
     std::string contract;
     std::vector<contract_reason> reasons{};
@@ -59,27 +59,27 @@ namespace detail {
 /// Collects reasons of one profile.
 class contract_check {
 public:
-    contract_check(std::string_view profile, run_configuration const& run)
-        : run_(run), verdict_{std::string(profile)} {}
+    contract_check(std::string_view profile, run_configuration const& job)
+        : job_(job), verdict_{std::string(profile)} {}
 
     /// What is bitwise the same on any number of ranks. Rows, from the top: a product's row is that of one rank's;
     /// attention by gathered keys or by heads sees whole sequences, as one rank does; by heads a recurrence does, too;
     /// in segments it does the operations of one rank in their order if the state itself is handed on between chunks;
     /// gradients of weights are added in the order of the batch.
     contract_verdict derived() && {
-        possible(run_.mesh);
+        possible(job_.mesh);
         constexpr std::string_view words = "none replicated head_sharded sequential zigzag striped table";
-        want(run_.linear.find(' ') == std::string::npos && one_of(words, run_.linear), "linear", quote(run_.linear),
+        want(job_.linear.find(' ') == std::string::npos && one_of(words, job_.linear), "linear", quote(job_.linear),
              "one of " + std::string(words));
-        want(run_.fixed_products, "fixed_products", "false", "true");
-        if (run_.mesh.cp > 1) {
-            want(run_.attention != run_attention::ring, "attention", "ring", "gather or head_sharded");
-            bool const whole = run_.linear == "none" || run_.linear == "head_sharded" || run_.linear == "replicated";
-            want(whole || run_.carry == run_carry::serial, "carry", std::string(name_of(run_.carry)), "serial");
-            want(whole || (run_.cut > 0 && run_.cut % run_.chunk == 0), "cut",
-                 run_.cut > 0 ? "multiples of " + std::to_string(run_.cut) : "anywhere",
-                 "multiples of the chunk, " + std::to_string(run_.chunk));
-            want(run_.sums != run_sums::by_rank, "sums", "by_rank", "by_row");
+        want(job_.fixed_products, "fixed_products", "false", "true");
+        if (job_.mesh.cp > 1) {
+            want(job_.attention != run_attention::ring, "attention", "ring", "gather or head_sharded");
+            bool const whole = job_.linear == "none" || job_.linear == "head_sharded" || job_.linear == "replicated";
+            want(whole || job_.carry == run_carry::serial, "carry", std::string(name_of(job_.carry)), "serial");
+            want(whole || (job_.cut > 0 && job_.cut % job_.chunk == 0), "cut",
+                 job_.cut > 0 ? "multiples of " + std::to_string(job_.cut) : "anywhere",
+                 "multiples of the chunk, " + std::to_string(job_.chunk));
+            want(job_.sums != run_sums::by_rank, "sums", "by_rank", "by_row");
         }
         return std::move(verdict_);
     }
@@ -87,20 +87,20 @@ public:
     contract_verdict on_policy(on_policy_profile const& profile, contract_options const& options) && {
         mesh_rows(profile);
         if (profile.experts)
-            expert_rows(options, etp_of(run_.mesh, true));
+            expert_rows(options, etp_of(job_.mesh, true));
         else
             dense_rows();
-        if (run_.trainer == run_trainer::megatron) {
+        if (job_.trainer == run_trainer::megatron) {
             for (auto const& row : profile.arguments)
-                if (applies(row.when, run_)) hold(row, "arguments.", argument(row.name), false);
+                if (applies(row.when, job_)) hold(row, "arguments.", argument(row.name), false);
             contradictions(profile);
         } else
-            for (auto const& given : run_.arguments)
+            for (auto const& given : job_.arguments)
                 want(false, "arguments." + argument_name(given.first), quote(given.second),
                      "nothing: a trainer of fsdp has no arguments of Megatron's");
         for (auto const& row : profile.environment) {
-            auto const at = run_.environment.find(row.name);
-            hold(row, "environment.", at == run_.environment.end() ? nullptr : &at->second, row.name == "NCCL_ALGO");
+            auto const at = job_.environment.find(row.name);
+            hold(row, "environment.", at == job_.environment.end() ? nullptr : &at->second, row.name == "NCCL_ALGO");
         }
         return std::move(verdict_);
     }
@@ -119,31 +119,31 @@ private:
         }
     }
     void mesh_rows(on_policy_profile const& profile) {
-        auto m = run_.mesh;
-        m.etp = etp_of(run_.mesh, profile.experts);
+        auto m = job_.mesh;
+        m.etp = etp_of(job_.mesh, profile.experts);
         possible(m);
         want(m.ulysses == m.cp, "mesh.ulysses", std::to_string(m.ulysses),
              std::to_string(m.cp) + ", all of cp: a ring joins softmaxes in another order than the rollout");
-        want(m.cp <= 1 || run_.attention == run_attention::head_sharded, "attention",
-             std::string(name_of(run_.attention)),
+        want(m.cp <= 1 || job_.attention == run_attention::head_sharded, "attention",
+             std::string(name_of(job_.attention)),
              "head_sharded with cp > 1: the rollout's kernel over whole sequences");
-        positive("rollout.gpus", run_.rollout.gpus);
-        positive("rollout.ep", run_.rollout.ep);
-        positive("rollout.moe_dp", run_.rollout.moe_dp);
+        positive("rollout.gpus", job_.rollout.gpus);
+        positive("rollout.ep", job_.rollout.ep);
+        positive("rollout.moe_dp", job_.rollout.moe_dp);
     }
     void positive(char const* field, int size) { want(size >= 1, field, std::to_string(size), "at least 1"); }
 
     void dense_rows() {
-        want(run_.mesh.ep <= 1, "mesh.ep", std::to_string(run_.mesh.ep), "1: it trains over dp, tp, pp and ulysses");
-        want(run_.rollout.ep <= 1, "rollout.ep", std::to_string(run_.rollout.ep), "1: it generates over dp and tp");
-        want(run_.rollout.moe_dp <= 1, "rollout.moe_dp", std::to_string(run_.rollout.moe_dp),
+        want(job_.mesh.ep <= 1, "mesh.ep", std::to_string(job_.mesh.ep), "1: it trains over dp, tp, pp and ulysses");
+        want(job_.rollout.ep <= 1, "rollout.ep", std::to_string(job_.rollout.ep), "1: it generates over dp and tp");
+        want(job_.rollout.moe_dp <= 1, "rollout.moe_dp", std::to_string(job_.rollout.moe_dp),
              "1: it generates over dp and tp");
-        want(!run_.sequence_parallel, "sequence_parallel", "true", "false");
+        want(!job_.sequence_parallel, "sequence_parallel", "true", "false");
     }
     void expert_rows(contract_options const& options, int etp) {
-        auto const& m = run_.mesh;
-        auto const& r = run_.rollout;
-        want(m.tp <= 1 || m.ep <= 1 || run_.sequence_parallel, "sequence_parallel", "false",
+        auto const& m = job_.mesh;
+        auto const& r = job_.rollout;
+        want(m.tp <= 1 || m.ep <= 1 || job_.sequence_parallel, "sequence_parallel", "false",
              "true: tp > 1 with ep > 1 requires sequence parallel");
         if (r.gpus >= 1 && r.ep >= 1 && r.moe_dp >= 1) {
             index_t const shares = index_t{r.ep} * r.moe_dp;
@@ -158,11 +158,11 @@ private:
                  " train GPUs, tp * pp * cp * ep");
     }
 
-    /// Arguments that are not those of the run itself, or of each other.
+    /// Arguments that are not those of the job itself, or of each other.
     void contradictions(on_policy_profile const& profile) {
         auto const flag = [](std::string const& value) { return value.empty() ? std::string("true") : value; };
         std::map<std::string, std::string> values;
-        for (auto const& [given, value] : run_.arguments) {
+        for (auto const& [given, value] : job_.arguments) {
             auto const at = values.emplace(argument_name(given), flag(value)).first;
             want(at->second == flag(value), "arguments." + at->first, quote(at->second) + " and " + quote(value),
                  "one value, however often it is given");
@@ -171,15 +171,15 @@ private:
             auto const at = values.find(name);
             if (at != values.end())
                 want(at->second == wanted, std::string("arguments.") + name, quote(at->second),
-                     wanted + ", as the run has it");
+                     wanted + ", as the job has it");
         };
-        auto const& m = run_.mesh;
-        is("sequence-parallel", profile.sequence_parallel && run_.sequence_parallel ? "true" : "false");
+        auto const& m = job_.mesh;
+        is("sequence-parallel", profile.sequence_parallel && job_.sequence_parallel ? "true" : "false");
         is("tensor-model-parallel-size", std::to_string(m.tp));
         is("context-parallel-size", std::to_string(m.cp));
         is("pipeline-model-parallel-size", std::to_string(m.pp));
         is("expert-model-parallel-size", std::to_string(m.ep));
-        bool const by_row = profile.experts && applies(row_when::tp_with_whole_experts, run_);
+        bool const by_row = profile.experts && applies(row_when::tp_with_whole_experts, job_);
         if ((m.etp != 0 || profile.experts) && !by_row)
             is("expert-tensor-parallel-size", std::to_string(etp_of(m, profile.experts)));
         // Megatron's --no-rope-fusion is another name of apply_rope_fusion, turned off.
@@ -193,7 +193,7 @@ private:
 
     /// Returns the value of an argument, however it is spelled; null if it is not there.
     std::string const* argument(std::string_view name) const {
-        for (auto const& [given, value] : run_.arguments)
+        for (auto const& [given, value] : job_.arguments)
             if (argument_name(given) == name) return &value;
         return nullptr;
     }
@@ -245,31 +245,31 @@ private:
         return !text.empty() && end == text.c_str() + text.size() && number == 0;
     }
 
-    run_configuration const& run_;
+    run_configuration const& job_;
     contract_verdict verdict_;
 };
 
 } // namespace detail
 
-/// Holds a run against a contract: `derived`, or the name of one of `on_policy_profiles`. Where the mesh says no etp, a
+/// Holds a job against a contract: `derived`, or the name of one of `on_policy_profiles`. Where the mesh says no etp, a
 /// profile of mixtures takes 1, not tp (`etp_of`), and wants Megatron told so.
 ///
 /// Throws `cpx::error` for another contract or a model that it does not know, as `plan_on_policy` does, and for a chunk
 /// of no tokens.
-inline contract_verdict check_contract(std::string_view contract, run_configuration const& run,
+inline contract_verdict check_contract(std::string_view contract, run_configuration const& job,
                                        contract_options const& options = {}, caller here = caller::here()) {
-    require(run.chunk >= 1, "contract", "chunk", "at least 1", run.chunk, here);
-    if (contract == derived_contract) return detail::contract_check(contract, run).derived();
-    auto const& profile = detail::profile_of(contract, run.model, here);
-    return detail::contract_check(contract, run).on_policy(profile, options);
+    require(job.chunk >= 1, "contract", "chunk", "at least 1", job.chunk, here);
+    if (contract == derived_contract) return detail::contract_check(contract, job).derived();
+    auto const& profile = detail::profile_of(contract, job.model, here);
+    return detail::contract_check(contract, job).on_policy(profile, options);
 }
 
-/// Throws the `cpx::error` that gives all reasons, unless a run holds a contract. To be called before launch.
-inline void require_contract(std::string_view contract, run_configuration const& run,
+/// Throws the `cpx::error` that gives all reasons, unless a job holds a contract. To be called before launch.
+inline void require_contract(std::string_view contract, run_configuration const& job,
                              contract_options const& options = {}, caller here = caller::here()) {
-    auto const verdict = check_contract(contract, run, options, here);
+    auto const verdict = check_contract(contract, job, options, here);
     if (verdict.holds()) return;
-    std::string list = "this run does not hold it:";
+    std::string list = "this job does not hold it:";
     for (auto const& r : verdict.reasons)
         list += "\n  " + r.field + ": expected " + r.wanted + ", got " + r.found + " (" + r.profile + ")";
     throw error("contract " + verdict.contract, list, "", "", here);

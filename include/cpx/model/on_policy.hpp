@@ -34,7 +34,7 @@ struct on_policy_row {
     std::string_view name;
     row_wants wants = row_wants::value;
     std::string_view values = "true"; ///< separated by blanks
-    bool set = true;                  ///< a plan sets it; else it is the run's own
+    bool set = true;                  ///< a plan sets it; else it is the job's own
     row_when when = row_when::always;
 };
 
@@ -103,14 +103,14 @@ inline constexpr auto on_policy_profiles = std::to_array<on_policy_profile>(
     {{"qwen3_dense_true_on_policy_v1", detail::dense_models, detail::dense_arguments, detail::dense_environment},
      {"qwen3_moe_true_on_policy_v1", detail::moe_models, detail::moe_arguments, detail::moe_environment, true, true}});
 
-/// What a profile makes of a run: what both sides are told.
+/// What a profile makes of a job: what both sides are told.
 struct on_policy_plan {
     std::string target{};      ///< of the rollout engine: fsdp, or fsdp_tp where a row-parallel product is divided
     std::string attention{};   ///< the kernel of a trainer that takes its name; Megatron's `local` has its own
     bool tp_invariant = false; ///< row-parallel products and their sums in an order that tp does not change
     bool ep_invariant = false; ///< tokens go to experts and back in an order that ep does not change
     std::string tie_break{};   ///< between experts of one score
-    std::optional<bool> sequence_parallel{};             ///< unless the run's own remains
+    std::optional<bool> sequence_parallel{};             ///< unless the job's own remains
     std::optional<int> etp{};                            ///< of a mixture's mesh, as `etp_of` has it
     run_configuration::texts arguments{}, environment{}; ///< to be set
 };
@@ -131,14 +131,14 @@ inline on_policy_profile const& profile_of(std::string_view contract, std::strin
     return *known;
 }
 
-inline bool applies(row_when when, run_configuration const& run) {
-    bool const both = run.mesh.tp > 1 && run.mesh.ep > 1;
+inline bool applies(row_when when, run_configuration const& job) {
+    bool const both = job.mesh.tp > 1 && job.mesh.ep > 1;
     switch (when) {
     case row_when::always: return true;
-    case row_when::ulysses: return run.mesh.cp > 1;
+    case row_when::ulysses: return job.mesh.cp > 1;
     case row_when::tp_and_ep: return both;
-    case row_when::tp_and_ep_and_sp: return both && run.sequence_parallel;
-    case row_when::tp_with_whole_experts: return run.mesh.tp > 1 && etp_of(run.mesh, true) == 1;
+    case row_when::tp_and_ep_and_sp: return both && job.sequence_parallel;
+    case row_when::tp_with_whole_experts: return job.mesh.tp > 1 && etp_of(job.mesh, true) == 1;
     }
     return false;
 }
@@ -154,44 +154,44 @@ inline std::string first_of(std::string_view values) { return std::string(values
 
 } // namespace detail
 
-/// Returns what a contract makes of a run, whether or not the run can hold it, which `check_contract` says. Without a
+/// Returns what a contract makes of a job, whether or not the job can hold it, which `check_contract` says. Without a
 /// contract, "", nothing.
 ///
 /// Throws `cpx::error` for a contract that is none of `on_policy_profiles` ("Unsupported true-on-policy contract"), and
 /// for a model of which the contract has no profile ("does not have a model profile").
-inline on_policy_plan plan_on_policy(std::string_view contract, run_configuration const& run,
+inline on_policy_plan plan_on_policy(std::string_view contract, run_configuration const& job,
                                      caller here = caller::here()) {
     on_policy_plan plan;
     if (contract.empty()) return plan;
-    auto const& profile = detail::profile_of(contract, run.model, here);
-    if (profile.experts) plan.etp = etp_of(run.mesh, true);
-    plan.tp_invariant = run.mesh.tp > 1 || run.rollout.gpus > 1 || plan.etp.value_or(1) > 1;
-    plan.ep_invariant = profile.experts && (run.mesh.ep > 1 || run.rollout.ep > 1);
+    auto const& profile = detail::profile_of(contract, job.model, here);
+    if (profile.experts) plan.etp = etp_of(job.mesh, true);
+    plan.tp_invariant = job.mesh.tp > 1 || job.rollout.gpus > 1 || plan.etp.value_or(1) > 1;
+    plan.ep_invariant = profile.experts && (job.mesh.ep > 1 || job.rollout.ep > 1);
     plan.target = plan.tp_invariant ? "fsdp_tp" : "fsdp";
     if (profile.experts) plan.tie_break = "stable_sort";
-    if (run.trainer == run_trainer::fsdp) plan.attention = "flash_attention_3";
+    if (job.trainer == run_trainer::fsdp) plan.attention = "flash_attention_3";
     if (!profile.sequence_parallel) plan.sequence_parallel = false;
     auto const add = [&](std::span<on_policy_row const> rows, run_configuration::texts& to) {
         for (auto const& row : rows)
-            if (row.set && row.wants == row_wants::value && detail::applies(row.when, run))
+            if (row.set && row.wants == row_wants::value && detail::applies(row.when, job))
                 to.emplace(row.name, detail::first_of(row.values));
     };
-    if (run.trainer == run_trainer::megatron) add(profile.arguments, plan.arguments);
+    if (job.trainer == run_trainer::megatron) add(profile.arguments, plan.arguments);
     add(profile.environment, plan.environment);
     return plan;
 }
 
-/// Returns the run with what a plan sets. What the run had of it is replaced, however it was spelled.
-inline run_configuration with_plan(run_configuration run, on_policy_plan const& plan) {
-    std::erase_if(run.arguments, [&](auto const& given) {
+/// Returns the job with what a plan sets. What the job had of it is replaced, however it was spelled.
+inline run_configuration with_plan(run_configuration job, on_policy_plan const& plan) {
+    std::erase_if(job.arguments, [&](auto const& given) {
         auto const name = detail::argument_name(given.first);
         return plan.arguments.contains(name) || (plan.sequence_parallel && name == "sequence-parallel");
     });
-    for (auto const& [name, value] : plan.arguments) run.arguments.insert_or_assign(name, value);
-    for (auto const& [name, value] : plan.environment) run.environment.insert_or_assign(name, value);
-    run.sequence_parallel = plan.sequence_parallel.value_or(run.sequence_parallel);
-    run.mesh.etp = plan.etp.value_or(run.mesh.etp);
-    return run;
+    for (auto const& [name, value] : plan.arguments) job.arguments.insert_or_assign(name, value);
+    for (auto const& [name, value] : plan.environment) job.environment.insert_or_assign(name, value);
+    job.sequence_parallel = plan.sequence_parallel.value_or(job.sequence_parallel);
+    job.mesh.etp = plan.etp.value_or(job.mesh.etp);
+    return job;
 }
 
 } // namespace cpx

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What of a run decides its bits: the mesh, how operators run on its ranks, and what the job is started with.
+// What of a job decides its bits: the mesh, how operators run on its ranks, and what it is started with.
 #pragma once
 
 #include <cpx/core/index.hpp>
@@ -30,7 +30,7 @@ struct rollout_sizes {
     int gpus = 1, ep = 1, moe_dp = 1;
 };
 
-/// The configuration of a run that a contract is held against. A contract looks at its own fields only.
+/// The configuration of a job that a contract is held against. A contract looks at its own fields only.
 struct run_configuration {
     using texts = std::map<std::string, std::string, std::less<>>;
 

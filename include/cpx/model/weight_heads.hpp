@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which part of a weight belongs to the heads that a rank of context parallelism has.
+// Which share of a weight belongs to the heads that a rank of context parallelism has.
 #pragma once
 
 #include <cpx/core/error.hpp>
@@ -15,7 +15,7 @@ namespace cpx {
 
 namespace detail {
 
-/// Makes the part of a weight that belongs to some heads, section by section.
+/// Makes the share of a weight that belongs to some heads, section by section.
 class weight_of_heads {
 public:
     weight_of_heads(weight_rule const& rule, weight_sizes const& sizes, group_rank tp, group_rank cp, caller here)
@@ -123,12 +123,12 @@ private:
 
 } // namespace detail
 
-/// Returns the part of a weight that belongs to the heads of a rank of context parallelism under `head_sharded`, among
+/// Returns the share of a weight that belongs to the heads of a rank of context parallelism under `head_sharded`, among
 /// the heads of its rank of tensor parallelism: in the order of the sources and their sections. Every rank holds all of
-/// its tensor-parallel share, but works on this part where each head has weights: a convolution, A_log, dt_bias.
+/// its tensor-parallel share, but works on this one where each head has weights: a convolution, A_log, dt_bias.
 ///
-/// Key heads that ranks share are in the part of each. A weight that has no heads is `replicated`. Rows of a module of
-/// Hugging Face's, which tensor parallelism does not divide, are those of all its heads.
+/// Key heads that ranks have in common are in the share of each. A weight that has no heads is `replicated`. Rows of a
+/// module of Hugging Face's, which tensor parallelism does not divide, are those of all its heads.
 inline weight_share head_share_of(weight_rule const& rule, weight_sizes const& sizes, group_rank tp, group_rank cp,
                                   caller here = caller::here()) {
     return detail::weight_of_heads(rule, sizes, tp, cp, here).find();

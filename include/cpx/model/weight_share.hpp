@@ -86,10 +86,10 @@ public:
             share_.replicated = true;
             each_source([&](std::size_t i, index_t rows) { add(i, {0, rows}); });
             break;
-        case weight_form::rows: each_source([&](std::size_t i, index_t rows) { add(i, part(rows)); }); break;
+        case weight_form::rows: each_source([&](std::size_t i, index_t rows) { add(i, share(rows)); }); break;
         case weight_form::columns:
             each_source([&](std::size_t i, index_t rows) { add(i, {0, rows}); });
-            share_.columns = part(share_.columns.last);
+            share_.columns = share(share_.columns.last);
             break;
         case weight_form::vocabulary: vocabulary(vocabulary_unit); break;
         case weight_form::groups: groups(); break;
@@ -104,14 +104,14 @@ public:
         case weight_form::stacked_rows: {
             check_expert(expert);
             index_t const inner = s_.moe_intermediate_size, first = expert * 2 * inner;
-            add(0, part(inner), first);
-            add(0, part(inner), first + inner);
+            add(0, share(inner), first);
+            add(0, share(inner), first + inner);
             break;
         }
         case weight_form::stacked_columns:
             check_expert(expert);
             add(0, {expert * s_.hidden_size, (expert + 1) * s_.hidden_size});
-            share_.columns = part(share_.columns.last);
+            share_.columns = share(share_.columns.last);
             break;
         }
         return std::move(share_);
@@ -129,7 +129,7 @@ private:
         share_.pieces.push_back({source, {first + rows.first, first + rows.last}});
     }
     /// Returns what the rank has of so many, which must be as many for each.
-    range part(index_t all, char const* what = "rows or columns") const {
+    range share(index_t all, char const* what = "rows or columns") const {
         require(
             all % tp_.ranks == 0, "weight_share", what,
             [&] {
@@ -155,17 +155,17 @@ private:
     }
     /// Divides sections of a source, whole heads of each.
     void sections(std::size_t source, std::vector<index_t> const& rows) {
-        static_cast<void>(part(s_.linear_num_key_heads, "linear_num_key_heads"));
+        static_cast<void>(share(s_.linear_num_key_heads, "linear_num_key_heads"));
         index_t first = 0;
         for (index_t const n : rows) {
-            add(source, part(n), first);
+            add(source, share(n), first);
             first += n;
         }
     }
     void groups() {
         index_t const heads = s_.num_attention_heads / s_.num_key_value_heads, width = s_.head_dim;
         bool const gate = s_.attn_output_gate;
-        range const own = part(s_.num_key_value_heads, "num_key_value_heads");
+        range const own = share(s_.num_key_value_heads, "num_key_value_heads");
         for (index_t g = own.first; g < own.last; ++g) {
             for (index_t half = 0; half < (gate ? 2 : 1); ++half)
                 for (index_t h = g * heads; h < (g + 1) * heads; ++h)
@@ -177,7 +177,7 @@ private:
     void by_key_head() {
         index_t const k = s_.linear_key_head_dim, shared = s_.linear_num_value_heads / s_.linear_num_key_heads;
         index_t const v = shared * s_.linear_value_head_dim;
-        range const own = part(s_.linear_num_key_heads, "linear_num_key_heads");
+        range const own = share(s_.linear_num_key_heads, "linear_num_key_heads");
         auto const section = [&](std::size_t source, index_t head_rows, index_t first, index_t rows) {
             for (index_t j = own.first; j < own.last; ++j) add(source, {0, rows}, j * head_rows + first);
         };

@@ -102,8 +102,8 @@ void attention_delta(O const& o, D const& dout, index_t dim, Y&& delta, caller h
     if constexpr (fits && writes)
         detail::sum_delta<element_of<O>, sharding_of<O>, memory_of<O>>(o.view(), dout.view(), dim, delta.view(), here);
 }
-template <class X>
-void attention_delta(X const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
+template <class X = detail::any>
+void attention_delta(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
     static_assert(
         detail::never<X>,
         "cpx: attention_delta(o, dout, dim, delta) wants tensors; view other memory as sharded(rows, sharding, rank)");

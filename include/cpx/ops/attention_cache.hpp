@@ -2,6 +2,7 @@
 // Attention of sequences that go on, over keys and values that every rank keeps where it had them.
 #pragma once
 
+#include <cpx/core/element.hpp>
 #include <cpx/core/hash.hpp>
 #include <cpx/layout/head_sharded.hpp>
 #include <cpx/layout/piecewise.hpp>
@@ -26,6 +27,10 @@ class cached_attention;
 template <class T, any_memory M = host_memory>
 class attention_cache {
 public:
+    static_assert(
+        !std::same_as<T, detail::untold>,
+        "cpx: an attention_cache cannot tell its elements; write attention_cache<float>(heads, sharding, rank)");
+
     /// `sharding` is on what keys and values are: by tokens, whatever their layout; by heads; or replicated. Of its
     /// batch only the number of sequences counts. Throws `cpx::error` if there is no such rank or heads do not fit.
     template <any_sharding S>
@@ -40,7 +45,7 @@ public:
         requires std::default_initializable<M>
         : attention_cache(heads, sharding, rank, M(), here) {}
     template <class X = void>
-    explicit attention_cache(detail::any, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {})
+    explicit attention_cache(detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {})
         : attention_cache(unfit<X>()) {}
 
     /// Appends the keys and values of a batch in which sequences go on, those of no token by none. k, v: (rows, key
@@ -55,8 +60,8 @@ public:
         static_assert(fits, "cpx: attention_cache of keys and values on two shardings, or of other elements than its");
         if constexpr (fits) keep<sharding_of<K>>(k.view(), v.view(), here);
     }
-    template <class X>
-    void append(X const&, detail::any = {}, detail::any = {}) {
+    template <class X = detail::any>
+    void append(X const& = {}, detail::any = {}, detail::any = {}) {
         static_assert(detail::never<X>, "cpx: append(k, v) wants two tensors; view other memory as sharded(rows, "
                                         "sharding, rank)");
     }
@@ -148,11 +153,15 @@ private:
     detail::cached_keys<T, M> kept_;
 };
 
+template <class X = void>
+attention_cache(detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {})
+    -> attention_cache<detail::untold>;
+
 /// Attention of a batch in which sequences go on, over what `attention_cache`s keep: of this batch, appended before,
 /// and of all before it. Made once a batch, for all layers.
 ///
 /// Where caches hold tokens, queries go to every rank, each attends over what it keeps, and what comes of it goes back
-/// with the logarithm of its sum of weights, by which the query's rank joins the parts in the order of ranks. Where
+/// with the logarithm of its sum of weights, by which the query's rank joins the partials in the order of ranks. Where
 /// caches hold every token, of all heads or of some, nothing moves, and results have the bits of `attention` of whole
 /// sequences; so has a query of which one rank keeps all that it sees.
 template <any_sharding Q>
@@ -163,9 +172,9 @@ public:
     cached_attention(Q const& queries, int rank, caller here = caller::here())
         : queries_(queries), everywhere_(queries.ranks(), queries.batch()), rank_(rank),
           gather_(relayout(source(queries, everywhere_), everywhere_, rank, here)),
-          back_(relayout(parts(queries, here), joined(queries, here), rank, here)) {}
-    template <class X>
-    explicit cached_attention(X const&, detail::any = {}, detail::any = {}) : cached_attention(unfit<X>()) {}
+          back_(relayout(partials(queries, here), joined(queries, here), rank, here)) {}
+    template <class X = detail::any>
+    explicit cached_attention(X const& = {}, detail::any = {}, detail::any = {}) : cached_attention(unfit<X>()) {}
 
     /// Computes `o = softmax(scale q K^T) V` for every query over the tokens of its sequence up to its own.
     ///
@@ -193,9 +202,9 @@ public:
 private:
     static constexpr char const* where = "cached_attention";
     struct of_queries;
-    using parts_type = piecewise<of_queries>;
+    using partials_type = piecewise<of_queries>;
     using source_type = std::conditional_t<Q::every_row, replicated<>, Q>;
-    using joined_type = std::conditional_t<Q::every_row, replicated<>, parts_type>;
+    using joined_type = std::conditional_t<Q::every_row, replicated<>, partials_type>;
 
     template <class X>
     static cached_attention const& unfit() {
@@ -210,13 +219,13 @@ private:
         else
             return queries;
     }
-    /// A part of every query on every rank, rank by rank.
-    static parts_type parts(Q const& queries, caller here) {
+    /// A partial of every query on every rank, rank by rank.
+    static partials_type partials(Q const& queries, caller here) {
         index_t const tokens = queries.batch().tokens();
-        return parts_type::by_counts(thd::uniform(queries.ranks(), tokens),
-                                     std::vector<index_t>(static_cast<std::size_t>(queries.ranks()), tokens), here);
+        return partials_type::by_counts(thd::uniform(queries.ranks(), tokens),
+                                        std::vector<index_t>(static_cast<std::size_t>(queries.ranks()), tokens), here);
     }
-    /// All parts of a query where it is.
+    /// All partials of a query where it is.
     static joined_type joined(Q const& queries, caller here) {
         index_t const tokens = queries.batch().tokens();
         thd const all = thd::uniform(queries.ranks(), tokens);
@@ -263,7 +272,7 @@ private:
         detail::require_shape(where, "q", q.data(), queries_.rows(rank_), at.query_width(), here);
         detail::require_shape(where, "o", o.data(), queries_.rows(rank_), at.query_width(), here);
         detail::require_apart(where, {{"o", o.data()}}, {{"q", q.data()}}, here);
-        using sum = typename M::template sum<T>; // of parts, which are not rounded
+        using sum = typename M::template sum<T>; // of partials, which are not rounded
         if (cache.whole_)
             return cache.attend(segments(queries_, rank_), at, scale, q.data(), o.data(), rows<sum>(), here);
 
@@ -271,30 +280,30 @@ private:
         tensor<T, replicated<>, M> all(everywhere_, rank_, Q::every_row ? 0 : at.query_width(), memory, here);
         if constexpr (!Q::every_row)
             detail::exchange_rows(over(gather_, cache, scale), q.data(), all.data(), comm, here, where);
-        tensor<sum, parts_type, M> part(back_.from, rank_, at.query_width() + at.queries.size(), memory, here);
+        tensor<sum, partials_type, M> partial(back_.from, rank_, at.query_width() + at.queries.size(), memory, here);
         cache.attend(segments(everywhere_, rank_), at, scale, Q::every_row ? q.data() : std::as_const(all).data(),
-                     part.data().columns(0, at.query_width()), part.data().columns(at.query_width(), at.queries.size()),
-                     here);
-        tensor<sum, joined_type, M> every(back_.to, rank_, part.width(), memory, here);
+                     partial.data().columns(0, at.query_width()),
+                     partial.data().columns(at.query_width(), at.queries.size()), here);
+        tensor<sum, joined_type, M> every(back_.to, rank_, partial.width(), memory, here);
         auto const send_back = [&](plan const& p) {
-            detail::exchange_rows(p, std::as_const(part).data(), every.data(), comm, here, where);
+            detail::exchange_rows(p, std::as_const(partial).data(), every.data(), comm, here, where);
         };
         if constexpr (Q::every_row) // the first exchange of this call
             send_back(over(back_, cache, scale));
         else
             send_back(back_);
         for_each_element(memory, o.data().count(), o.data().width(),
-                         rowwise::join_parts<sum, T>{every.data(), o.data(), queries_.ranks(), at.dim});
+                         rowwise::join_partials<sum, T>{every.data(), o.data(), queries_.ranks(), at.dim});
     }
 
     Q queries_;
     replicated<> everywhere_;
     int rank_;
     relayout_plan<source_type, replicated<>> gather_;
-    relayout_plan<parts_type, joined_type> back_;
+    relayout_plan<partials_type, joined_type> back_;
 };
-template <class X>
-cached_attention(X const&, detail::any = {}, detail::any = {}) -> cached_attention<replicated<>>;
+template <class X = detail::any>
+cached_attention(X const& = {}, detail::any = {}, detail::any = {}) -> cached_attention<replicated<>>;
 template <any_sharding Q>
 cached_attention(Q const&, int) -> cached_attention<Q>;
 template <any_sharding Q>

@@ -100,11 +100,11 @@ private:
 
 namespace cpx::rowwise {
 
-/// o = sum over ranks, in their order, of the parts of a query by their share of all weights; 0 where no part has any.
-/// parts: of every rank, rank by rank, (rows of o, heads * dim and then heads logarithms of sums of weights).
+/// o = sum over ranks, in their order, of the partials of a query by their share of all weights; 0 where none has any.
+/// partials: of every rank, rank by rank, (rows of o, heads * dim and then heads logarithms of sums of weights).
 template <class W, class T>
-struct join_parts {
-    rows<W const> parts;
+struct join_partials {
+    rows<W const> partials;
     rows<T> o;
     int ranks;
     index_t dim;
@@ -113,14 +113,14 @@ struct join_parts {
         index_t const lse = o.width() + column / dim, each = o.count();
         W highest = nothing, total = 0, sum = 0;
         for (int rank = 0; rank < ranks; ++rank) {
-            W const weight = parts(rank * each + row, lse);
+            W const weight = partials(rank * each + row, lse);
             highest = highest < weight ? weight : highest;
         }
         for (int rank = 0; rank < ranks; ++rank) {
-            W const weight = parts(rank * each + row, lse);
+            W const weight = partials(rank * each + row, lse);
             W const share = weight == nothing ? W(0) : std::exp(weight - highest);
             total += share;
-            if (share != 0) sum += share * parts(rank * each + row, column);
+            if (share != 0) sum += share * partials(rank * each + row, column);
         }
         o(row, column) = static_cast<T>(total == 0 ? W(0) : sum / total);
     }

@@ -175,8 +175,8 @@ void causal_conv1d(halo_plan<S> const& plan, X const& x, rows_or_list<element_of
     }
 }
 
-template <class Plan>
-void causal_conv1d(Plan const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
+template <class Plan = detail::any>
+void causal_conv1d(Plan const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
                    detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<Plan>,
                   "cpx: causal_conv1d wants a halo_plan, a tensor x, weight and bias of its elements, an "
@@ -320,8 +320,8 @@ void causal_conv1d_backward(halo_plan<S> const& before, halo_plan<A> const& afte
         detail::convolve_backward(detail::checked(given, here), comm, here);
     }
 }
-template <class Plan>
-void causal_conv1d_backward(Plan const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
+template <class Plan = detail::any>
+void causal_conv1d_backward(Plan const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
                             detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<Plan>,
                   "cpx: causal_conv1d_backward wants two halo_plans, a tensor x, weight and bias of its elements, "

@@ -2,6 +2,7 @@
 // Decoding with gated delta net layers: their states, and how these go from one sharding to another.
 #pragma once
 
+#include <cpx/core/element.hpp>
 #include <cpx/layout/table.hpp>
 #include <cpx/ops/gated_delta_net.hpp>
 
@@ -34,6 +35,9 @@ detail::refused sequence_ends(X const&) {
 template <class T>
 class gated_delta_net_cache {
 public:
+    static_assert(!std::same_as<T, detail::untold>, "cpx: a gated_delta_net_cache cannot tell its elements; write "
+                                                    "gated_delta_net_cache<float>(config, sharding, rank)");
+
     /// `sharding` is what the recurrence runs on; of its batch only the number of sequences counts.
     template <any_sharding S>
     gated_delta_net_cache(gated_delta_net_config const& config, S const& sharding, int rank,
@@ -47,7 +51,7 @@ public:
         recurrent_ = detail::zeros<T>("gated_delta_net_cache", {sequences_, n.recurrent}, here);
     }
     template <class X = void>
-    explicit gated_delta_net_cache(detail::any, detail::any = {}, detail::any = {}, detail::any = {}) {
+    explicit gated_delta_net_cache(detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
         static_assert(detail::never<X>, "cpx: gated_delta_net_cache<T>(config, sharding, rank) wants a "
                                         "gated_delta_net_config, the recurrence's sharding and a rank");
     }
@@ -59,6 +63,9 @@ private:
     index_t sequences_, conv_width_, recurrent_width_;
     std::vector<T> conv_, recurrent_;
 };
+template <class X = void>
+gated_delta_net_cache(detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {})
+    -> gated_delta_net_cache<detail::untold>;
 
 namespace detail {
 
@@ -123,8 +130,9 @@ public:
             "cpx: gated_delta_net_relayout between shardings over different numbers of ranks; shard both over "
             "the same ranks");
     }
-    template <class X>
-    explicit gated_delta_net_relayout(X const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {})
+    template <class X = detail::any>
+    explicit gated_delta_net_relayout(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {},
+                                      detail::any = {})
         : gated_delta_net_relayout(unfit<X>()) {}
 
     /// Returns the plan, whose rows are the states of a sequence, conv and then recurrent.
@@ -220,8 +228,8 @@ private:
     relayout_type plan_;
     held_states source_, target_;
 };
-template <class X>
-gated_delta_net_relayout(X const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {})
+template <class X = detail::any>
+gated_delta_net_relayout(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {})
     -> gated_delta_net_relayout<replicated<1>, replicated<1>>;
 
 } // namespace cpx

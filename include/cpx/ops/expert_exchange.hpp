@@ -45,7 +45,7 @@ public:
                     caller here = caller::here())
         : expert_exchange(checked(chosen, experts, places, comm, here), comm, here) {}
     template <class X = void>
-    explicit expert_exchange(detail::any, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {})
+    explicit expert_exchange(detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {})
         : expert_exchange(unfit<X>()) {}
 
     /// Brings together what `at` has in several groups of ranks: all rows of an expert to one of the ranks of `comm`,
@@ -218,7 +218,7 @@ private:
     row_buffer<index_t, M> order_;
 };
 template <class X = void>
-expert_exchange(detail::any, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {})
+expert_exchange(detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {})
     -> expert_exchange<detail::no_transport>;
 
 } // namespace cpx

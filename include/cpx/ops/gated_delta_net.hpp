@@ -225,8 +225,8 @@ public:
           moves_{relayout(sharding, mix, rank, here), relayout(back, sharding, rank, here),
                  relayout(sharding, back, rank, here), relayout(mix, sharding, rank, here)} {}
 
-    template <class X>
-    explicit gated_delta_net(X const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
+    template <class X = detail::any>
+    explicit gated_delta_net(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
                              detail::any = {})
         : gated_delta_net(unfit<X>()) {}
 

@@ -198,8 +198,8 @@ void gated_delta_net_backward(gated_delta_net<How, S, Mix> const& net, gated_del
     if constexpr (fits && own && same)
         detail::gated_delta_net_backward_pass::run<T, How, S, Mix>(net, w, x.view(), saved, dy.view(), to, comm, here);
 }
-template <class X>
-void gated_delta_net_backward(X const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
+template <class X = detail::any>
+void gated_delta_net_backward(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
                               detail::any = {}, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<X>, "cpx: gated_delta_net_backward(net, weights, x, saved, dy, gradients, comm) wants "
                                     "the layer, its weights, tensors x and dy, what its forward saved, gradients and a "

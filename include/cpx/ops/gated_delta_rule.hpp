@@ -125,8 +125,8 @@ void gated_delta_rule(carry_plan<How, S> const& plan, delta_rule_tensors<T, X> c
         detail::recur_on_host(plan, r, given, comm, here);
     }
 }
-template <class Plan>
-void gated_delta_rule(Plan const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
+template <class Plan = detail::any>
+void gated_delta_rule(Plan const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
                       detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<Plan>,
                   "cpx: gated_delta_rule wants a carry_plan, delta_rule_tensors, heads, options and a "

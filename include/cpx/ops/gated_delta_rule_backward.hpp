@@ -48,8 +48,8 @@ void gated_delta_rule_backward(carry_plan<How, S> const& plan, delta_rule_tensor
         detail::recur_backward_on_host(plan, r, given, gradients, comm, here);
     }
 }
-template <class Plan>
-void gated_delta_rule_backward(Plan const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
+template <class Plan = detail::any>
+void gated_delta_rule_backward(Plan const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
                                detail::any = {}, detail::any = {}) {
     static_assert(detail::never<Plan>,
                   "cpx: gated_delta_rule_backward wants a carry_plan, the forward's delta_rule_tensors, "

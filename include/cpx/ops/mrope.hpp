@@ -231,8 +231,8 @@ detail::refused mrope_positions(X const&, Y const&, media_tokens, detail::any = 
                                     "rank)");
     return {};
 }
-template <class X>
-detail::refused mrope_positions(X const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
+template <class X = detail::any>
+detail::refused mrope_positions(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<X>, "cpx: mrope_positions(media, ids, tokens, comm) wants, behind the ids, what tokens "
                                     "stand for media: cpx::media_tokens, or {.image = 151655}");
     return {};

@@ -252,8 +252,8 @@ void recur(carry_plan<How, S> const& plan, R const& r, recurrence_tensors<T, X, 
         detail::recur_on_host(plan, r, t, comm, here);
     }
 }
-template <class Plan>
-void recur(Plan const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
+template <class Plan = detail::any>
+void recur(Plan const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<Plan>,
                   "cpx: recur wants a carry_plan, a recurrence, recurrence_tensors and a cpx::transport; make the "
                   "plan with carry<scan>(sharding, rank)");
@@ -287,8 +287,8 @@ void recur_backward(carry_plan<How, S> const& plan, R const& r, recurrence_tenso
         detail::recur_backward_on_host(plan, r, t, to, comm, here);
     }
 }
-template <class Plan>
-void recur_backward(Plan const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
+template <class Plan = detail::any>
+void recur_backward(Plan const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
                     detail::any = {}) {
     static_assert(detail::never<Plan>,
                   "cpx: recur_backward wants a carry_plan, a recurrence, recurrence_tensors, "

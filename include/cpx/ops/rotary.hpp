@@ -81,8 +81,8 @@ void rotary(sharded_positions<S> const& positions, X const& x, index_t head_dim,
             rotary_pairs<detail::rotary_number<element_of<X>>> const& pairs, Y&& y, caller here = caller::here()) {
     detail::rotate_sharded<false>(positions, x, head_dim, pairs, std::forward<Y>(y), here);
 }
-template <class X>
-void rotary(X const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
+template <class X = detail::any>
+void rotary(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<X>,
                   "cpx: rotary(x, head_dim, options, y) wants tensors x and y, and rotary(positions, x, head_dim, "
                   "pairs, y) sharded_positions first; view other memory as sharded(rows, sharding, rank)");
@@ -95,8 +95,8 @@ void rotary_backward(sharded_positions<S> const& positions, X const& dy, index_t
                      caller here = caller::here()) {
     detail::rotate_sharded<true>(positions, dy, head_dim, pairs, std::forward<Y>(dx), here);
 }
-template <class X>
-void rotary_backward(X const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
+template <class X = detail::any>
+void rotary_backward(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
                      detail::any = {}) {
     static_assert(
         detail::never<X>,

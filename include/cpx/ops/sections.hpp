@@ -30,8 +30,8 @@ std::vector<std::remove_const_t<T>> local_rows(S const& sharding, int rank, std:
     }
     return local;
 }
-template <class X>
-detail::refused local_rows(X const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
+template <class X = detail::any>
+detail::refused local_rows(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<X>, "cpx: local_rows(sharding, rank, sections, weight) wants a sharding, this rank, "
                                     "sections and rows of the weight: rows(list, width), or a tensor's data()");
     return {};
@@ -74,8 +74,8 @@ void add_local_rows(S const& sharding, int rank, std::span<section const> sectio
         taken += heads.size() * s.width;
     }
 }
-template <class X>
-void add_local_rows(X const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
+template <class X = detail::any>
+void add_local_rows(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
                     detail::any = {}) {
     static_assert(detail::never<X>, "cpx: add_local_rows(sharding, rank, sections, local, weight) wants a sharding, "
                                     "this rank, sections, and rows of its share and of the weight: rows(list, width)");

@@ -129,9 +129,9 @@ void sum_readers(S const& sharding, int rank, index_t shared, index_t readers, i
         add_readers(memory, terms.columns(first * width, own.size() * group * width), group, width, sums[i], here);
     }
 }
-template <class X>
-void sum_readers(X const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
-                 detail::any = {}, detail::any = {}, detail::any = {}) {
+template <class X = detail::any>
+void sum_readers(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
+                 detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<X>, "cpx: sum_readers<T>(sharding, rank, shared, readers, width, terms, sums, comm) "
                                     "wants rows of terms, not const, a list of rows of sums and a cpx::transport");
 }

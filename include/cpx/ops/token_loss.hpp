@@ -54,8 +54,8 @@ void next_token_labels(halo_plan<S> const& plan, X const& tokens, Y&& labels, Co
                   "have a name");
     if constexpr (fits && writes) detail::shift_labels<S>(plan, tokens.view(), labels.view(), comm, here);
 }
-template <class Plan>
-void next_token_labels(Plan const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
+template <class Plan = detail::any>
+void next_token_labels(Plan const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<Plan>,
                   "cpx: next_token_labels wants a halo_plan, tensors of tokens and labels, and a cpx::transport; "
                   "make the plan with halo(tokens.sharding(), rank, 1, side::after)");
@@ -155,8 +155,8 @@ token_loss mean_token_loss(X const& logp, Y const& labels, Comm& comm, std::span
     else
         return detail::sum_loss<element_of<X>, sharding_of<X>>(logp.view(), labels.view(), comm, weights, here);
 }
-template <class X>
-token_loss mean_token_loss(X const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
+template <class X = detail::any>
+token_loss mean_token_loss(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<X>,
                   "cpx: mean_token_loss(logp, labels, comm) wants tensors of one sharding, and a cpx::transport, then "
                   "perhaps a span of weights; view other memory as sharded(rows(list, 1), sharding, rank)");

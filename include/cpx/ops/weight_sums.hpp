@@ -44,8 +44,8 @@ public:
         require(order == sum_order::by_rank || order == sum_order::by_row, by, "order", "by_rank or by_row",
                 static_cast<int>(order), here);
     }
-    template <class X>
-    explicit weight_sums(X const&, detail::any = {}, detail::any = {}, detail::any = {})
+    template <class X = detail::any>
+    explicit weight_sums(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {})
         : weight_sums(of_nothing<X>()) {}
 
     S const& sharding() const { return sharding_; }
@@ -147,26 +147,27 @@ public:
             add(at, x, dy);
     }
 
-    template <class X>
-    detail::refused whole(X const&, detail::any = {}, detail::any = {}) const {
+    template <class X = detail::any>
+    detail::refused whole(X const& = {}, detail::any = {}, detail::any = {}) const {
         return unfit<X>();
     }
-    template <class X>
-    detail::refused share(X const&, detail::any = {}, detail::any = {}, detail::any = {}) const {
+    template <class X = detail::any>
+    detail::refused share(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}) const {
         return unfit<X>();
     }
-    template <class X>
-    detail::refused linear(X const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) const {
+    template <class X = detail::any>
+    detail::refused linear(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {},
+                           detail::any = {}) const {
         return unfit<X>();
     }
     template <class X = void>
-    detail::refused terms(detail::any, detail::any = {}, detail::any = {}, detail::any = {}) const {
+    detail::refused terms(detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) const {
         static_assert(detail::never<X>, "cpx: weight_sums::terms(sums, term, comm) wants a std::span of elements, a "
                                         "function of a row and such a span, and a cpx::transport");
         return {};
     }
     template <class X = void>
-    detail::refused experts(detail::any, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
+    detail::refused experts(detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
                             detail::any = {}) const {
         static_assert(detail::never<X>,
                       "cpx: weight_sums::experts(at, x, dy, dweight, comm) wants expert_rows or an expert_exchange, "
@@ -220,8 +221,8 @@ private:
     sum_order order_;
     char const* by_;
 };
-template <class X>
-weight_sums(X const&, detail::any = {}, detail::any = {}, detail::any = {})
+template <class X = detail::any>
+weight_sums(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {})
     -> weight_sums<cpx::sharding<sequential<1>>>;
 
 } // namespace cpx

@@ -55,8 +55,8 @@ edge_rows edges_of(halo_plan<S> const& p) {
         rows_beside(p, [&](index_t row, bool halo) { return halo ? std::ssize(edges.rows) + row : place(row); });
     return edges;
 }
-template <class X>
-edge_rows edges_of(X const&, detail::any = {}) {
+template <class X = detail::any>
+edge_rows edges_of(X const& = {}, detail::any = {}) {
     static_assert(detail::never<X>, "cpx: edges_of wants a plan of rows after segments: "
                                     "halo(sharding, rank, reach, side::after)");
     return {};

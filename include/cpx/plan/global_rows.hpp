@@ -19,8 +19,8 @@ std::vector<range> pieces(S const& sharding, int rank, caller here = caller::her
     sharding.for_each_piece(rank, [&](range piece) { list.push_back(piece); });
     return list;
 }
-template <class X>
-detail::refused pieces(X const&, detail::any = {}, detail::any = {}) {
+template <class X = detail::any>
+detail::refused pieces(X const& = {}, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<X>,
                   "cpx: pieces(sharding, rank) wants a sharding, such as shard(batch, zigzag<4>{}) returns");
     return {};
@@ -41,8 +41,8 @@ std::vector<index_t> global_rows(S const& sharding, int rank, caller here = call
     });
     return list;
 }
-template <class X>
-std::vector<index_t> global_rows(X const&, detail::any = {}, detail::any = {}) {
+template <class X = detail::any>
+std::vector<index_t> global_rows(X const& = {}, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<X>,
                   "cpx: global_rows(sharding, rank) wants a sharding, such as shard(batch, zigzag<4>{}) returns");
     return {};

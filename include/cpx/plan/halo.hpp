@@ -153,8 +153,8 @@ halo_plan<S> halo(S const& sharding, int rank, index_t reach, side where = side:
     p.sends = detail::give_beside(p, own);
     return p;
 }
-template <class X>
-detail::refused halo(X const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
+template <class X = detail::any>
+detail::refused halo(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<X>,
                   "cpx: halo(sharding, rank, reach) wants a sharding, such as shard(batch, zigzag<4>{}) returns, this "
                   "rank and a number of rows, and then perhaps side::after");

@@ -55,9 +55,9 @@ public:
         images_ = list("image", images, false, here);
         videos_ = list("video", videos, options_.rule == mrope_rule::qwen3_vl, here);
     }
-    template <class X>
+    template <class X = detail::any>
         requires(!std::same_as<X, media>)
-    explicit media(X const&, detail::any = {}, detail::any = {}) {
+    explicit media(X const& = {}, detail::any = {}, detail::any = {}) {
         static_assert(detail::never<X>, "cpx: media(images, videos, options) wants two vectors of media_grid, in "
                                         "patches: media({{1, 4, 6}}, {})");
     }
@@ -188,8 +188,8 @@ inline piecewise<by_item> features_by_item(media const& m, media_kind kind, int 
     for (int rank = 0; rank < ranks; ++rank) frames.push_back(count / ranks + (rank < count % ranks));
     return features_by_item(m, kind, frames, here);
 }
-template <class X>
-detail::refused features_by_item(X const&, detail::any = {}, detail::any = {}, detail::any = {}) {
+template <class X = detail::any>
+detail::refused features_by_item(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<X>,
                   "cpx: features_by_item(media, kind, ranks) wants a cpx::media, a media_kind and the "
                   "number of ranks, or how many frames each of them has");

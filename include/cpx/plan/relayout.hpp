@@ -366,8 +366,8 @@ relayout_plan<From, To> relayout(From const& from, To const& to, int rank, calle
                                     detail::end_of(to), std::move(out), std::move(in), here),
             from, to};
 }
-template <class X>
-detail::refused relayout(X const&, detail::any = {}, detail::any = {}, detail::any = {}) {
+template <class X = detail::any>
+detail::refused relayout(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
     static_assert(
         detail::never<X>,
         "cpx: relayout(from, to, rank) wants two shardings, such as shard(batch, zigzag<4>{}) returns, and this rank");

@@ -45,8 +45,8 @@ std::vector<segment> segments(S const& s, int rank, caller here = caller::here()
         }
     return list;
 }
-template <class X>
-std::vector<segment> segments(X const&, detail::any = {}, detail::any = {}) {
+template <class X = detail::any>
+std::vector<segment> segments(X const& = {}, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<X>, "cpx: segments(sharding, rank) wants a sharding, such as shard(batch, zigzag<4>{}) "
                                     "returns, and a rank");
     return {};
@@ -58,8 +58,8 @@ inline std::vector<index_t> offsets(std::vector<segment> const& segments) {
     for (segment const& s : segments) list.push_back(s.row + s.count);
     return list;
 }
-template <class X>
-std::vector<index_t> offsets(X const&, detail::any = {}, detail::any = {}) {
+template <class X = detail::any>
+std::vector<index_t> offsets(X const& = {}, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<X>, "cpx: offsets(segments) wants segments(sharding, rank)");
     return {};
 }
@@ -74,8 +74,8 @@ inline std::vector<index_t> positions(std::vector<segment> const& segments, call
         for (index_t i = 0; i < s.count; ++i) *next++ = s.token + i;
     return list;
 }
-template <class X>
-std::vector<index_t> positions(X const&, detail::any = {}, detail::any = {}) {
+template <class X = detail::any>
+std::vector<index_t> positions(X const& = {}, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<X>, "cpx: positions wants segments: positions(segments(sharding, rank))");
     return {};
 }

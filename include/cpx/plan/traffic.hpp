@@ -23,8 +23,8 @@ std::vector<index_t> traffic(From const& from, To const& to, caller here = calle
     }
     return rows;
 }
-template <class X>
-std::vector<index_t> traffic(X const&, detail::any = {}, detail::any = {}) {
+template <class X = detail::any>
+std::vector<index_t> traffic(X const& = {}, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<X>, "cpx: traffic(from, to) wants two shardings, such as shard(batch, zigzag<4>{}) "
                                     "returns");
     return {};
@@ -83,8 +83,8 @@ volume lower_bound(From const& from, To const& to, index_t width = 1, caller her
     }
     return bound;
 }
-template <class X>
-volume lower_bound(X const&, detail::any = {}, detail::any = {}, detail::any = {}) {
+template <class X = detail::any>
+volume lower_bound(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<X>, "cpx: lower_bound(from, to, width) wants two shardings and perhaps the elements of "
                                     "a row");
     return {};
@@ -112,8 +112,8 @@ index_t halo_lower_bound(S const& sharding, index_t reach, side where = side::be
     }
     return bound;
 }
-template <class X>
-index_t halo_lower_bound(X const&, detail::any = {}, detail::any = {}, detail::any = {}) {
+template <class X = detail::any>
+index_t halo_lower_bound(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<X>,
                   "cpx: halo_lower_bound(sharding, reach, side) wants a sharding and a number of rows");
     return 0;

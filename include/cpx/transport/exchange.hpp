@@ -221,8 +221,8 @@ std::conditional_t<std::is_array_v<X>, detail::refused, X> exchange(Plan const&,
                   "sharding, comm) a tensor, a sharding and a cpx::transport; give other plans rows and a target");
     throw;
 }
-template <class Plan>
-detail::refused exchange(Plan const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
+template <class Plan = detail::any>
+detail::refused exchange(Plan const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
                          detail::any = {}) { // alone, with a list in braces, or with too many
     static_assert(detail::never<Plan>,
                   "cpx: exchange(plan, x, comm) wants a relayout_plan, a tensor and a cpx::transport, and exchange(x, "

@@ -84,8 +84,8 @@ void gather(Comm& comm, void const* mine, void* all, std::size_t bytes, caller h
     detail::check_gather(mine, all, bytes, comm.rank(), comm.ranks(), here);
     detail::gather(comm, detail::named("gather", bytes), mine, all, bytes, here);
 }
-template <class X>
-detail::refused gather(X const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
+template <class X = detail::any>
+detail::refused gather(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<X>, "cpx: gather(comm, mine, all, bytes) gathers bytes; rows of a tensor come by "
                                     "exchange(x, replicated<>(ranks, batch), comm)");
     return {};
@@ -101,8 +101,8 @@ void broadcast(Comm& comm, std::span<std::byte> bytes, caller here = caller::her
         sends.push_back(consecutive<std::byte const>(peer, bytes.data(), std::ssize(bytes)));
     detail::transfer(comm, detail::named("broadcast", bytes.size()), sends, receives, here);
 }
-template <class X>
-void broadcast(X const&, detail::any = {}, detail::any = {}) {
+template <class X = detail::any>
+void broadcast(X const& = {}, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<X>, "cpx: broadcast(comm, bytes) wants std::as_writable_bytes(std::span(values))");
 }
 

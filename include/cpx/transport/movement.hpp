@@ -187,6 +187,13 @@ public:
         run(from == side::after, k, given, got, here);
     }
 
+    template <class X = detail::any>
+    explicit movement(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {})
+        : movement(lacking<Plan>(), typename kind::width(), capacity(), lacking<Comm&>()) {
+        static_assert(detail::never<X>, "cpx: movement(plan, width, capacity, comm) wants a plan of its type, the "
+                                        "width of a row, a capacity and a cpx::transport");
+    }
+
     // Not of `detail::any`, which takes rows in braces as well as what wants them.
     template <class X, class... Rest>
         requires(!std::convertible_to<X, index_t> || sizeof...(Rest) != 3)
@@ -224,6 +231,10 @@ public:
     }
 
 private:
+    template <class Y>
+    static Y lacking() {
+        throw;
+    }
     template <class X>
     static detail::refused unfit() {
         static_assert(
@@ -343,8 +354,8 @@ public:
     template <class... X>
     movement(X const&...) {}
 };
-template <class X>
-movement(X const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {})
+template <class X = detail::any>
+movement(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {})
     -> movement<detail::untold, detail::untold, detail::no_transport>;
 
 /// Calls `f()`, which sets movements of `comm`. On devices the tables of those of one batch are made at once, when it
@@ -372,8 +383,8 @@ movement<T, relayout_plan<From, To>, Comm> make_movement(From const& from, To co
                                                          Comm& comm, caller here = caller::here()) {
     return {relayout(from, to, comm.rank(), here), width, most, comm, here};
 }
-template <class T = void, class X>
-detail::refused make_movement(X const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
+template <class T = void, class X = detail::any>
+detail::refused make_movement(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
                               detail::any = {}) {
     static_assert(detail::never<X>, "cpx: make_movement<T>(from, to, width, capacity, comm) wants two shardings, or "
                                     "make_movement<T>(plan, width, capacity, comm) a plan, and a cpx::transport");

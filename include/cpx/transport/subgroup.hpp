@@ -34,8 +34,8 @@ public:
         rank_ = static_cast<int>(own - members_.begin());
     }
 
-    template <class X>
-    explicit subgroup(X const&, detail::any = {}, detail::any = {}) {
+    template <class X = detail::any>
+    explicit subgroup(X const& = {}, detail::any = {}, detail::any = {}) {
         static_assert(detail::never<X>, "cpx: subgroup(comm, members) wants a cpx::transport and the ranks that are "
                                         "its members; the group of n neighbouring ranks is neighbours(comm, n)");
     }
@@ -64,8 +64,8 @@ private:
     int rank_ = 0;
     std::unordered_set<std::uint64_t> agreed_;
 };
-template <class X>
-subgroup(X const&, detail::any = {}, detail::any = {}) -> subgroup<detail::no_transport>;
+template <class X = detail::any>
+subgroup(X const& = {}, detail::any = {}, detail::any = {}) -> subgroup<detail::no_transport>;
 
 /// Returns the group of `size` neighbouring ranks that this one is in: ranks 0 .. size - 1 are the first.
 ///
@@ -79,8 +79,8 @@ subgroup<Comm> neighbours(Comm& all, int size, caller here = caller::here()) {
     for (int i = 0; i < size; ++i) members.push_back(all.rank() / size * size + i);
     return {all, std::move(members), here};
 }
-template <class X>
-detail::refused neighbours(X const&, detail::any = {}, detail::any = {}) {
+template <class X = detail::any>
+detail::refused neighbours(X const& = {}, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<X>, "cpx: neighbours(comm, size) wants a cpx::transport and how many of its ranks");
     return {};
 }

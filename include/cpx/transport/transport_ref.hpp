@@ -19,8 +19,8 @@ public:
           transfer_([](void* to, identity const& id, std::span<outgoing const> sends,
                        std::span<incoming const> receives) { static_cast<Comm*>(to)->transfer(id, sends, receives); }) {
     }
-    template <class X>
-    explicit transport_ref(X const&, detail::any = {}) {
+    template <class X = detail::any>
+    explicit transport_ref(X const& = {}, detail::any = {}) {
         static_assert(detail::never<X>, "cpx: transport_ref(comm) wants a cpx::transport that is not const and stays");
     }
 

@@ -3,7 +3,7 @@
 //
 //     cpx::attention_cache<__nv_bfloat16, cpx::cuda::memory> cache(heads, sharding, rank, comm.memory());
 //
-// Elements may be float, bfloat16 or half, sums are float, and so are parts that ranks send. Heads have up to 256
+// Elements may be float, bfloat16 or half, sums are float, and so are partials that ranks send. Heads have up to 256
 // columns. Everything is in the stream of the memory. A query's keys are added in stretches, in their order, so
 // that where caches hold every token, of all heads or of some, results have the bits of one rank. It is made for few
 // queries: they read every key by themselves, so a long prompt is better computed by `attention`.

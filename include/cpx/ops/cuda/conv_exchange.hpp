@@ -271,8 +271,8 @@ void causal_conv1d(conv_exchange<T, S>& by, X const& x, rows<W> weight, std::typ
         detail::convolve(by, from.data(), weight, bias, act, y, here);
     }
 }
-template <class By>
-void causal_conv1d(By const&, cpx::detail::any = {}, cpx::detail::any = {}, cpx::detail::any = {},
+template <class By = cpx::detail::any>
+void causal_conv1d(By const& = {}, cpx::detail::any = {}, cpx::detail::any = {}, cpx::detail::any = {},
                    cpx::detail::any = {}, cpx::detail::any = {}, cpx::detail::any = {}, cpx::detail::any = {}) {
     static_assert(cpx::detail::never<By>,
                   "cpx: cuda::causal_conv1d(by, x, weight, bias, activation, y) wants a conv_exchange, "
@@ -323,8 +323,8 @@ void causal_conv1d_backward(conv_exchange<T, S>& by, X const& x, rows<W> weight,
         detail::convolve_backward(by, from.data(), act, checked, here);
     }
 }
-template <class By>
-void causal_conv1d_backward(By const&, cpx::detail::any = {}, cpx::detail::any = {}, cpx::detail::any = {},
+template <class By = cpx::detail::any>
+void causal_conv1d_backward(By const& = {}, cpx::detail::any = {}, cpx::detail::any = {}, cpx::detail::any = {},
                             cpx::detail::any = {}, cpx::detail::any = {}, cpx::detail::any = {},
                             cpx::detail::any = {}) {
     static_assert(

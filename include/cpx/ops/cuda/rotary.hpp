@@ -28,8 +28,8 @@ void rotary(X const& x, index_t head_dim, rotary_pairs const& pairs, rotary_posi
         rotary<element_of<Y>>(std::span(&tensor, 1), head_dim, pairs, positions, x.view().memory().stream(), here);
     }
 }
-template <class X>
-void rotary(X const&, cpx::detail::any = {}, cpx::detail::any = {}, cpx::detail::any = {}, cpx::detail::any = {},
+template <class X = cpx::detail::any>
+void rotary(X const& = {}, cpx::detail::any = {}, cpx::detail::any = {}, cpx::detail::any = {}, cpx::detail::any = {},
             cpx::detail::any = {}, cpx::detail::any = {}) {
     static_assert(cpx::detail::never<X>,
                   "cpx: cuda::rotary(x, head_dim, pairs, positions, y) wants tensors of cuda::memory, whose stream it "
@@ -52,8 +52,8 @@ void rotary_backward(X const& dy, index_t head_dim, rotary_pairs const& pairs, r
                                        here);
     }
 }
-template <class X>
-void rotary_backward(X const&, cpx::detail::any = {}, cpx::detail::any = {}, cpx::detail::any = {},
+template <class X = cpx::detail::any>
+void rotary_backward(X const& = {}, cpx::detail::any = {}, cpx::detail::any = {}, cpx::detail::any = {},
                      cpx::detail::any = {}, cpx::detail::any = {}, cpx::detail::any = {}) {
     static_assert(
         cpx::detail::never<X>,

@@ -76,7 +76,7 @@ public:
         memory.write(lists_.view().data(), std::span<index_t const>(lists), here);
     }
     template <class X = void>
-    explicit expert_rows_in(detail::any, detail::any = {}, detail::any = {}, detail::any = {}) {
+    explicit expert_rows_in(detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
         static_assert(detail::never<X>,
                       "cpx: expert_rows(chosen, experts) wants rows of index_t, the number of experts and perhaps "
                       "places; take the rows of a row_buffer with view(), of a tensor with data()");

@@ -180,7 +180,7 @@ moe_saved<T> moe(moe_weights<T> const& w, std::type_identity_t<rows<T const>> x,
     return detail::run_moe<T>(n, w, x, std::move(chosen), std::move(at), y, here);
 }
 template <class X = void>
-detail::refused moe(detail::any, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
+detail::refused moe(detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
                     detail::any = {}) {
     static_assert(detail::never<X>,
                   "cpx: moe(weights, x, choices, y), or moe(weights, x, expert_choices, experts, y), wants moe_weights "

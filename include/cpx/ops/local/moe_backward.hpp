@@ -170,7 +170,7 @@ moe_gradients<T> moe_backward(moe_weights<T> const& w, moe_saved<T, Experts> con
     return g;
 }
 template <class X = void>
-detail::refused moe_backward(detail::any, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
+detail::refused moe_backward(detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
                              detail::any = {}) {
     static_assert(detail::never<X>,
                   "cpx: moe_backward(weights, saved, dy, dx, dlogits) wants moe_weights, what moe returned, and rows "

@@ -31,8 +31,8 @@ std::vector<T> rotary_frequencies(rotary_options options, caller here = caller::
             1 / std::pow(static_cast<T>(options.theta), static_cast<T>(i) / static_cast<T>(dim));
     return result;
 }
-template <class T = void, class X>
-detail::refused rotary_frequencies(X const&, detail::any = {}) {
+template <class T = void, class X = detail::any>
+detail::refused rotary_frequencies(X const& = {}, detail::any = {}) {
     static_assert(detail::never<X>, "cpx: rotary_frequencies<T>(options) wants the type of the numbers and "
                                     "rotary_options: rotary_frequencies<float>({.rotary_dim = 64})");
     return {};

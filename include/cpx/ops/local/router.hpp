@@ -202,7 +202,7 @@ expert_choices<T> choose_experts(rows<T const> gate, rows<T const> x, index_t ch
 }
 
 template <class X = void>
-detail::refused choose_experts(detail::any, detail::any = {}, detail::any = {}, detail::any = {}) {
+detail::refused choose_experts(detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<X>,
                   "cpx: choose_experts<T>(gate, x, choices) wants rows of T and how many experts a row chooses, or "
                   "logits, chosen and weights; take rows with view() or data()");
@@ -227,7 +227,7 @@ expert_choices<T> replay_experts(rows<T const> gate, rows<T const> x, rows<I> ch
     return r;
 }
 template <class X = void>
-detail::refused replay_experts(detail::any, detail::any = {}, detail::any = {}, detail::any = {}) {
+detail::refused replay_experts(detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<X>, "cpx: replay_experts<T>(gate, x, chosen) wants rows of T, and of index_t the "
                                     "experts that each row has chosen; take rows with view() or data()");
     return {};
