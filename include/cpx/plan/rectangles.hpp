@@ -44,21 +44,25 @@ struct rectangle_end {
     index_t base = 0; ///< bytes from the buffer's beginning
 };
 
+/// Calls `each(place in a, place in b, count)` with runs of at most `most` that stand side by side in both lists, which
+/// name equally many places.
+template <class F>
+void for_each_common_run(std::vector<run> const& a, std::vector<run> const& b, index_t most, F&& each) {
+    std::size_t i = 0, j = 0;
+    for (index_t used_a = 0, used_b = 0; i < a.size() && j < b.size();) {
+        index_t const count = std::min({a[i].count - used_a, b[j].count - used_b, most});
+        if (count > 0) each(a[i].first + used_a, b[j].first + used_b, count);
+        used_a += count, used_b += count;
+        if (used_a == a[i].count) ++i, used_a = 0;
+        if (used_b == b[j].count) ++j, used_b = 0;
+    }
+}
+
 /// Lists the rectangles that take `from` to `to`, which name equally many rows and columns.
 inline void list_rectangles(rectangle_end const& from, rectangle_end const& to, std::vector<rectangle>& list) {
     constexpr index_t most = index_t{1} << 30; // rows, and bytes of them, as a kernel counts them
-    auto const zip = [](std::vector<run> const& a, std::vector<run> const& b, auto&& each) {
-        std::size_t i = 0, j = 0;
-        for (index_t used_a = 0, used_b = 0; i < a.size() && j < b.size();) {
-            index_t const count = std::min({a[i].count - used_a, b[j].count - used_b, most});
-            if (count > 0) each(a[i].first + used_a, b[j].first + used_b, count);
-            used_a += count, used_b += count;
-            if (used_a == a[i].count) ++i, used_a = 0;
-            if (used_b == b[j].count) ++j, used_b = 0;
-        }
-    };
-    zip(from.rows, to.rows, [&](index_t from_row, index_t to_row, index_t rows) {
-        zip(from.columns, to.columns, [&](index_t from_byte, index_t to_byte, index_t bytes) {
+    for_each_common_run(from.rows, to.rows, most, [&](index_t from_row, index_t to_row, index_t rows) {
+        for_each_common_run(from.columns, to.columns, most, [&](index_t from_byte, index_t to_byte, index_t bytes) {
             rectangle r{};
             r.source = from.base + from_row * from.pitch + from_byte;
             r.target = to.base + to_row * to.pitch + to_byte;
@@ -91,6 +95,19 @@ struct message_tables {
 struct row_shapes {
     index_t source_width, target_width, source_stride, target_stride, element;
 };
+
+/// Returns one end of a message, in one of the caller's buffers: the source's where it goes `out`.
+inline rectangle_end end_of(message const& m, bool out, row_shapes const& shape) {
+    rectangle_end end{{}, m.columns, (out ? shape.source_stride : shape.target_stride) * shape.element, !out, 0};
+    for (run const r : m.rows)
+        if (!end.rows.empty() && end.rows.back().first + end.rows.back().count == r.first)
+            end.rows.back().count += r.count;
+        else
+            end.rows.push_back(r);
+    if (end.columns.empty()) end.columns.push_back({0, out ? shape.source_width : shape.target_width});
+    for (run& c : end.columns) c = {c.first * shape.element, c.count * shape.element};
+    return end;
+}
 
 /// What a message is at one end: `rows` rows of `bytes` bytes, `pitch` bytes apart, in one run from `first` on, or in
 /// several: -1.
@@ -141,18 +158,7 @@ public:
     }
 
 private:
-    /// Returns one end of a message, in one of the caller's buffers.
-    rectangle_end end_of(message const& m, bool out) const {
-        rectangle_end end{{}, m.columns, (out ? shape_.source_stride : shape_.target_stride) * shape_.element, !out, 0};
-        for (run const r : m.rows)
-            if (!end.rows.empty() && end.rows.back().first + end.rows.back().count == r.first)
-                end.rows.back().count += r.count;
-            else
-                end.rows.push_back(r);
-        if (end.columns.empty()) end.columns.push_back({0, out ? shape_.source_width : shape_.target_width});
-        for (run& c : end.columns) c = {c.first * shape_.element, c.count * shape_.element};
-        return end;
-    }
+    rectangle_end end_of(message const& m, bool out) const { return detail::end_of(m, out, shape_); }
     plan const& p_;
     row_shapes shape_;
     std::vector<rectangle>& list_;

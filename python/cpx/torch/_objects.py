@@ -56,6 +56,14 @@ class Communicator:
             known = _known[of] = _handle_of(of), collections.OrderedDict()
         self.handle, self._plans = known
 
+    @property
+    def exchange_path(self):
+        """How exchanges move rows between ranks, the same on all of them, which decide at the first one: "channels", one
+        kernel through memory that they write to each other, where their GPUs of one host reach each other's and NCCL has
+        windows; else "messages" of NCCL's. "undecided" before; "host" where tensors are on the CPU. The bits that come
+        are the same. Rows that are added, as the gradients of copies are, come as messages anyway."""
+        return "host" if self.device.type == "cpu" else self.of.exchange_path
+
     def wait(self):
         """Waits until the device has done all that this rank gave it in the current stream; on the host, not at all.
 

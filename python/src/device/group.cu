@@ -12,20 +12,21 @@ void end(device_group* g) { delete g; }
 
 } // namespace
 
-group_pointer adopt_group(void* comm, int device, std::chrono::milliseconds deadline, framework& from) {
+group_pointer adopt_group(void* comm, int device, group_options const& of, framework& from) {
     on_device const here(device);
-    auto joined = cpx::nccl::adopt(static_cast<ncclComm_t>(comm), cpx::adopted::is_left, deadline);
-    return {new device_group(std::move(joined), true, from), end};
+    auto joined = cpx::nccl::adopt(static_cast<ncclComm_t>(comm), cpx::adopted::is_left, of.deadline);
+    return {new device_group(std::move(joined), true, of.blocks, from), end};
 }
 
-group_pointer make_group(std::string const& id, int rank, int ranks, int device, std::chrono::milliseconds deadline,
+group_pointer make_group(std::string const& id, int rank, int ranks, int device, group_options const& of,
                          framework& from) {
     on_device const here(device);
-    ncclUniqueId of{};
-    cpx::require(id.size() == sizeof of.internal, "communicator", "bytes of the id", sizeof of.internal, id.size());
-    std::memcpy(of.internal, id.data(), sizeof of.internal);
-    auto joined = std::make_unique<cpx::nccl>(of, rank, ranks, deadline);
-    return {new device_group(std::move(joined), false, from), end};
+    ncclUniqueId common{};
+    std::size_t const size = sizeof common.internal;
+    cpx::require(id.size() == size, "communicator", "bytes of the id", size, id.size());
+    std::memcpy(common.internal, id.data(), size);
+    auto joined = std::make_unique<cpx::nccl>(common, rank, ranks, of.deadline);
+    return {new device_group(std::move(joined), false, of.blocks, from), end};
 }
 
 std::string new_group_id() {
@@ -35,6 +36,7 @@ std::string new_group_id() {
 
 int rank_of(device_group const& g) { return g.nccl().rank(); }
 int ranks_of(device_group const& g) { return g.nccl().ranks(); }
+exchange_path path_of(device_group const& g) { return g.path(); }
 
 void require_there(device_group const& g) {
     ncclComm_t const comm = g.nccl().get(); // none: it has failed, as the call will say
@@ -45,7 +47,7 @@ void require_there(device_group const& g) {
 
 void wait_for(device_group& g) {
     on_device const here(g.nccl().device());
-    g.comm().wait();
+    g.wait();
 }
 
 void leave(device_group& g) { g.leave(); }

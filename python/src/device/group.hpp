@@ -5,6 +5,7 @@
 #include "../plan.hpp"
 #include "tensor.hpp"
 
+#include <cpx/cuda/channels.hpp>
 #include <cpx/cuda/communicator.hpp>
 
 #include <cuda_bf16.h>
@@ -91,8 +92,8 @@ cpx::capacity capacity_for(S const&... shardings) {
 
 class device_group {
 public:
-    device_group(std::unique_ptr<cpx::nccl> joined, bool lent, framework& from)
-        : nccl_(std::move(joined)), lent_(lent), from_(from), memory_(from, nccl_->device()),
+    device_group(std::unique_ptr<cpx::nccl> joined, bool lent, int blocks, framework& from)
+        : nccl_(std::move(joined)), lent_(lent), blocks_(blocks), from_(from), memory_(from, nccl_->device()),
           comm_(*nccl_, nullptr, memory_) {}
     ~device_group() { leave(); }
 
@@ -106,8 +107,12 @@ public:
         // would, too.
         bool const done = !lent_ || (nccl_->get() && has_done_all());
         if (lent_) nccl_->give_up("leave"); // its owner may have ended it: it is not touched any more
-        if (!done) static_cast<void>(new auto(std::move(prepared_)));
+        if (!done) {
+            static_cast<void>(new auto(std::move(prepared_)));
+            static_cast<void>(channels_.release());
+        }
         prepared_.clear();
+        channels_.reset();
         static_cast<void>(cudaSetDevice(before));
     }
 
@@ -136,6 +141,22 @@ public:
         cpx::require(!is_capturing(now.stream()), where, "call for which ranks wait",
                      "before the capture of a graph or behind it", "in it");
         return now;
+    }
+
+    /// Returns the memory through which exchanges move rows, made when it is first asked for, which is collective; null
+    /// if there is none, on all ranks, or, in a capture, none yet.
+    cuda::channels* channels() {
+        if (path_ == exchange_path::undecided && !is_capturing(comm_.stream())) {
+            if (nccl_->ranks() > 1) channels_ = cuda::channels::over(*nccl_, blocks_);
+            path_ = channels_ ? exchange_path::channels : exchange_path::messages;
+        }
+        return channels_.get();
+    }
+    exchange_path path() const { return path_; }
+    /// Waits until the device has done all that it was given in the current stream.
+    void wait() {
+        auto const& now = comm();
+        channels_ ? channels_->wait(now.stream()) : now.wait();
     }
 
     template <class Made>
@@ -195,10 +216,13 @@ private:
 
     std::unique_ptr<cpx::nccl> nccl_;
     bool lent_, begun_ = false, left_ = false;
+    int blocks_; ///< of kernels in which ranks meet
+    exchange_path path_ = exchange_path::undecided;
     framework& from_;
     framework_memory memory_;
     cuda::communicator comm_;
     cuda::event switched_;
+    std::unique_ptr<cuda::channels> channels_; ///< which what is prepared uses
     std::map<std::pair<char const*, call_kind>, std::shared_ptr<void>> prepared_;
 };
 
