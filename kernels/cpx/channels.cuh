@@ -133,9 +133,9 @@ __device__ inline bool copy_what_stays(channel_rows const& r, channel_block& s, 
     return true;
 }
 
-/// Sends, or receives, this block's chunks of all messages, one of every peer at a time. Returns false if a rank was
-/// missed.
-__device__ inline bool run_half(channel_rows const& r, channel_memory const& m, channel_block& s,
+/// Sends, or receives, this block's chunks of all messages, one of every peer at a time, and copies what stays. Ends
+/// early if a rank was missed.
+__device__ inline void run_half(channel_rows const& r, channel_memory const& m, channel_block& s,
                                 half_block const& half) {
     meeting const& all = m.all;
     bool const sends = half.which == 0;
@@ -145,21 +145,24 @@ __device__ inline bool run_half(channel_rows const& r, channel_memory const& m, 
     int const own = peer < all.ranks ? messages[peer].chunks(channel, channels) : 0;
     int most = 0;
     for (int rank = 0; rank < all.ranks; ++rank) most = max(most, messages[rank].chunks(channel, channels));
-    for (int k = 0; k < most; ++k) {
-        if (!sends) copy_what_stays(r, s, all.ranks, half); // while chunks are on their way
+    // Waits, for each rank that has `some` thing to wait for, until `chunks` of its chunks of this call have come, or
+    // have been taken.
+    auto const come = [&](bool some, int chunks) {
         bool here = true;
-        if (k < own) { // one that has come, or whose place is free
+        if (some) {
             std::uint64_t const* const flag = m.count(sends ? m.taken : m.sent, all.rank, peer);
-            std::uint64_t const wanted =
-                before[peer] + k + 1 + (sends ? 0 : channel_depth); // + depth: none is negative
+            std::uint64_t const wanted = before[peer] + channel_depth + chunks; // + depth: less than 0 may be wanted
             std::uint64_t found = 0;
             here =
                 wait_for(all, peer, flag, found, [=](std::uint64_t count) { return count + channel_depth >= wanted; });
         }
-        if (!half.together(here)) {
-            if (peer < all.ranks) give_up(all, peer);
-            return false;
-        }
+        bool const all_here = half.together(here);
+        if (!all_here && peer < all.ranks) give_up(all, peer);
+        return all_here;
+    };
+    for (int k = 0; k < most; ++k) {
+        if (!sends) copy_what_stays(r, s, all.ranks, half); // while chunks are on their way
+        if (!come(k < own, sends ? k + 1 - channel_depth : k + 1)) return;
         for (int i = 1; i < all.ranks; ++i) { // not all ranks store to the same one at once
             int const rank = (all.rank + i) % all.ranks;
             auto const& message = messages[rank];
@@ -173,8 +176,10 @@ __device__ inline bool run_half(channel_rows const& r, channel_memory const& m, 
         if (k < own) // a release is cumulative: it covers what this thread knows to have been written before
             store_release(m.count(sends ? m.sent : m.taken, peer, all.rank), before[peer] + k + 1);
     }
+    while (copy_what_stays(r, s, all.ranks, half)) {
+    }
+    if (sends && !come(own > 0, own)) return; // nobody writes here any more once this kernel has ended
     if (own > 0) *m.count(sends ? m.given : m.got, all.rank, peer) = before[peer] + static_cast<std::uint64_t>(own);
-    return true;
 }
 
 } // namespace detail
@@ -204,9 +209,7 @@ __device__ inline void run_channel(channel_rows const& r, channel_memory const& 
     if (__syncthreads_or(differs)) return; // on all ranks: nothing moves anywhere unless all mean the same
     int const which = thread < threads / 2 ? 0 : 1;
     detail::half_block const half{which, thread - which * (threads / 2), threads / 2};
-    if (!detail::run_half(r, m, s, half)) return;
-    while (detail::copy_what_stays(r, s, all.ranks, half)) {
-    }
+    detail::run_half(r, m, s, half);
 }
 
 /// Moves the rows of a plan that does not add between ranks whose memory each of them reaches.
@@ -216,7 +219,7 @@ __device__ inline void run_channel(channel_rows const& r, channel_memory const& 
 /// rings, as far as places are free there, and says so; the other half unpacks what has come, and copies what stays
 /// meanwhile. Reads of memory and writes over the wire go on side by side; rows cross the wire once, and are written to
 /// memory, and read from it or from the second cache, once more than if they went to their place at once. Begins when
-/// all ranks have come with the same word, ends when this rank's rows have come; what it sends others wait for. If a
+/// all ranks have come with the same word, ends when this rank's rows have come and the others have taken theirs. If a
 /// rank does not come in time, `all.found` says so, and this rank stores nothing from then on.
 template <class = void>
 __global__ void __launch_bounds__(1024, 1)
