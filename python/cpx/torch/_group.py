@@ -36,9 +36,9 @@ def communicator(group=None, deadline=600.0, blocks=64):
     default that of all, for tensors on the current CUDA device. Its own NCCL communicator is used where torch gives it
     (2.8 and later), else one is made over its store. Collective; a second call returns the first one's.
     deadline: the longest, in seconds, that a rank of a group waits for the others.
-    blocks: multiprocessors that an exchange takes where the ranks' GPUs write to each other's memory; see
-    `Communicator.exchange_path`. All kernels in which ranks wait for each other, NCCL's of other streams, too, must find
-    room at once. 0: exchanges by NCCL's messages alone.
+    blocks: multiprocessors that an exchange takes where the ranks' GPUs write to each other's memory, the same on all
+    ranks; see `Communicator.exchange_path`. Kernels in which ranks wait for each other, those of NCCL in other streams,
+    too, must all find room at once. 0: exchanges by NCCL's messages alone.
     Raises cpx.Error if there is no group, none of NCCL, or if this cpx was built without CUDA.
     """
     if isinstance(group, Communicator):
