@@ -215,12 +215,12 @@ __device__ inline void run_channel(channel_rows const& r, channel_memory const& 
 /// Moves the rows of a plan that does not add between ranks whose memory each of them reaches.
 ///
 /// One launch on every rank, with equal grids of resident blocks of 1024 threads and no shared memory of the launch.
-/// Message i of a rank is cut into chunks, which its channels take in turn. Half of a block packs chunks into the peers'
-/// rings, as far as places are free there, and says so; the other half unpacks what has come, and copies what stays
-/// meanwhile. Reads of memory and writes over the wire go on side by side; rows cross the wire once, and are written to
-/// memory, and read from it or from the second cache, once more than if they went to their place at once. Begins when
-/// all ranks have come with the same word, ends when this rank's rows have come and the others have taken theirs. If a
-/// rank does not come in time, `all.found` says so, and this rank stores nothing from then on.
+/// A message is cut into chunks, which its channels take in turn. Half of a block packs chunks into the peers' rings,
+/// as far as places are free there, and says so; the other half unpacks what has come, and copies what stays meanwhile.
+/// So the wire is busy while memory is read and written; every row is written to memory and read once more than if it
+/// went to its place at once. Begins when all ranks have come with the same word, ends when this rank's rows have come
+/// and the others have taken theirs. If a rank does not come in time, `all.found` says so, and this rank stores nothing
+/// from then on.
 template <class = void>
 __global__ void __launch_bounds__(1024, 1)
     exchange_by_channels(__grid_constant__ channel_rows const r, __grid_constant__ channel_memory const m) {

@@ -81,8 +81,8 @@ __device__ inline void arrive(meeting const& m, std::uint32_t epoch, std::uint32
 
 namespace detail {
 
-/// Waits until `reached(*flag)`, which `rank` is to bring about, and returns what the flag is in `found`. Returns false,
-/// and names the rank, if that takes too long, or if this rank has given up meanwhile.
+/// Waits until `reached(*flag)`, which `rank` is to bring about; `found` becomes what the flag is. Returns false if
+/// that takes too long, for which it names the rank, or if this rank has given up meanwhile.
 template <class F>
 __device__ bool wait_for(meeting const& m, int rank, std::uint64_t const* flag, std::uint64_t& found, F&& reached) {
     bool here = true;

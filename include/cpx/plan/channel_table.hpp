@@ -10,21 +10,21 @@
 
 namespace cpx::detail {
 
-/// Rows that stand one behind the other on both sides of a message, from its row `first` on: where they begin, in bytes.
+/// Rows that stand one behind the other on both sides of a message, from its row `first` on: where they begin, bytes.
 struct channel_run {
     std::int64_t source, target;
     std::int32_t first, unused;
 };
 
-/// Columns that stand side by side on both sides of a message: where they begin in a row of it and of the sides, and how
-/// many there are, in bytes. `vector`: the largest power of two up to 16 that divides every place of theirs.
+/// Columns that stand side by side on both sides of a message: where they begin in a row of it and of the sides, and
+/// how many there are, in bytes. `vector`: the largest power of two up to 16 that divides every place of theirs.
 struct channel_column {
     std::int32_t place, source, target, bytes, vector, unused;
 };
 
 /// One message. One side of it is packed, rows side by side, unless it stays: then both are a caller's.
 ///
-/// Chunk i is its bytes [i * chunk, (i + 1) * chunk), as far as there are such. `lanes` neighbouring threads take a row.
+/// Chunk i is its bytes [i * chunk, (i + 1) * chunk), as far as there are such. `lanes` threads take a row.
 struct channel_message {
     std::int64_t source_pitch, target_pitch;
     std::int32_t rows, row_bytes, chunk, lanes, runs, first_run, columns, first_column;
@@ -49,7 +49,8 @@ struct channel_sizes {
     }
 };
 
-/// A rank's side of a plan that does not add, of less than 2^31 rows of less than 2^31 bytes: messages to ranks 0, 1, .., then those from them, then what stays.
+/// A rank's side of a plan that does not add, of less than 2^31 rows of less than 2^31 bytes: messages to ranks 0, 1,
+/// .., then those from them, then what stays.
 struct channel_table {
     std::vector<channel_message> messages;
     std::vector<channel_column> columns;

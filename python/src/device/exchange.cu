@@ -2,6 +2,8 @@
 // Rows moved between devices.
 #include "group.hpp"
 
+#include <cpx/cuda/channels.hpp>
+
 namespace binding {
 
 namespace {

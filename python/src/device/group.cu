@@ -2,7 +2,10 @@
 // Communicators of ranks on devices.
 #include "group.hpp"
 
+#include <cpx/cuda/channels.hpp>
+
 #include <cstring>
+#include <thread>
 
 namespace binding {
 
@@ -11,6 +14,53 @@ namespace {
 void end(device_group* g) { delete g; }
 
 } // namespace
+
+device_group::device_group(std::unique_ptr<cpx::nccl> joined, bool lent, int blocks, framework& from)
+    : nccl_(std::move(joined)), lent_(lent), blocks_(blocks), from_(from), memory_(from, nccl_->device()),
+      comm_(*nccl_, nullptr, memory_) {}
+
+device_group::~device_group() { leave(); }
+
+void device_group::leave() {
+    if (std::exchange(left_, true)) return;
+    int before = 0;
+    static_cast<void>(cudaGetDevice(&before));
+    static_cast<void>(cudaSetDevice(nccl_->device()));
+    // The device may wait for ever for a rank that is gone, where another ends the communicator: then freeing
+    // would, too.
+    bool const done = !lent_ || (nccl_->get() && has_done_all());
+    if (lent_) nccl_->give_up("leave"); // its owner may have ended it: it is not touched any more
+    if (!done) {
+        static_cast<void>(new auto(std::move(prepared_)));
+        static_cast<void>(channels_.release());
+    }
+    prepared_.clear();
+    channels_.reset();
+    static_cast<void>(cudaSetDevice(before));
+}
+
+cuda::channels* device_group::channels() {
+    if (path_ == exchange_path::undecided && !is_capturing(comm_.stream())) {
+        if (nccl_->ranks() > 1) channels_ = cuda::channels::over(*nccl_, blocks_);
+        path_ = channels_ ? exchange_path::channels : exchange_path::messages;
+    }
+    return channels_.get();
+}
+
+void device_group::wait() {
+    auto const& now = comm();
+    channels_ ? channels_->wait(now.stream()) : now.wait();
+}
+
+bool device_group::has_done_all() const {
+    auto const end = std::chrono::steady_clock::now() + nccl_->deadline();
+    while (begun_ && cudaStreamQuery(comm_.stream()) == cudaErrorNotReady) {
+        if (std::chrono::steady_clock::now() > end) return false;
+        std::this_thread::sleep_for(std::chrono::microseconds(100));
+    }
+    static_cast<void>(cudaGetLastError());
+    return true;
+}
 
 group_pointer adopt_group(void* comm, int device, group_options const& of, framework& from) {
     on_device const here(device);

@@ -5,7 +5,6 @@
 #include "../plan.hpp"
 #include "tensor.hpp"
 
-#include <cpx/cuda/channels.hpp>
 #include <cpx/cuda/communicator.hpp>
 
 #include <cuda_bf16.h>
@@ -20,9 +19,12 @@
 #include <map>
 #include <memory>
 #include <string_view>
-#include <thread>
 #include <utility>
 #include <vector>
+
+namespace cpx::cuda {
+class channels;
+}
 
 namespace binding {
 
@@ -92,29 +94,10 @@ cpx::capacity capacity_for(S const&... shardings) {
 
 class device_group {
 public:
-    device_group(std::unique_ptr<cpx::nccl> joined, bool lent, int blocks, framework& from)
-        : nccl_(std::move(joined)), lent_(lent), blocks_(blocks), from_(from), memory_(from, nccl_->device()),
-          comm_(*nccl_, nullptr, memory_) {}
-    ~device_group() { leave(); }
-
+    device_group(std::unique_ptr<cpx::nccl> joined, bool lent, int blocks, framework& from);
+    ~device_group();
     /// Ends its part: every later call throws, and what was prepared is freed when the device needs it no longer.
-    void leave() {
-        if (std::exchange(left_, true)) return;
-        int before = 0;
-        static_cast<void>(cudaGetDevice(&before));
-        static_cast<void>(cudaSetDevice(nccl_->device()));
-        // The device may wait for ever for a rank that is gone, where another ends the communicator: then freeing
-        // would, too.
-        bool const done = !lent_ || (nccl_->get() && has_done_all());
-        if (lent_) nccl_->give_up("leave"); // its owner may have ended it: it is not touched any more
-        if (!done) {
-            static_cast<void>(new auto(std::move(prepared_)));
-            static_cast<void>(channels_.release());
-        }
-        prepared_.clear();
-        channels_.reset();
-        static_cast<void>(cudaSetDevice(before));
-    }
+    void leave();
 
     cpx::nccl& nccl() const { return *nccl_; }
     framework& from() const { return from_; }
@@ -145,19 +128,10 @@ public:
 
     /// Returns the memory through which exchanges move rows, made when it is first asked for, which is collective; null
     /// if there is none, on all ranks, or, in a capture, none yet.
-    cuda::channels* channels() {
-        if (path_ == exchange_path::undecided && !is_capturing(comm_.stream())) {
-            if (nccl_->ranks() > 1) channels_ = cuda::channels::over(*nccl_, blocks_);
-            path_ = channels_ ? exchange_path::channels : exchange_path::messages;
-        }
-        return channels_.get();
-    }
+    cuda::channels* channels();
     exchange_path path() const { return path_; }
     /// Waits until the device has done all that it was given in the current stream.
-    void wait() {
-        auto const& now = comm();
-        channels_ ? channels_->wait(now.stream()) : now.wait();
-    }
+    void wait();
 
     template <class Made>
     struct slot {
@@ -204,15 +178,7 @@ public:
 
 private:
     /// Waits for the device, at most for the deadline, and asks nothing of NCCL.
-    bool has_done_all() const {
-        auto const end = std::chrono::steady_clock::now() + nccl_->deadline();
-        while (begun_ && cudaStreamQuery(comm_.stream()) == cudaErrorNotReady) {
-            if (std::chrono::steady_clock::now() > end) return false;
-            std::this_thread::sleep_for(std::chrono::microseconds(100));
-        }
-        static_cast<void>(cudaGetLastError());
-        return true;
-    }
+    bool has_done_all() const;
 
     std::unique_ptr<cpx::nccl> nccl_;
     bool lent_, begun_ = false, left_ = false;
