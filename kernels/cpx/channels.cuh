@@ -88,30 +88,39 @@ struct half_block {
 };
 
 /// Copies chunk `number` of a message; `source` and `target`: of byte 0 of the message where a side is packed, else the
-/// beginnings of rows. Called by a half. Not inline: its callers would not leave it enough registers.
+/// beginnings of rows. Called by a half, whose groups of lanes take rows in turn, or parts of long ones, 4 vectors of 16
+/// bytes a thread. Not inline: its callers would not leave it enough registers.
 __device__ __noinline__ inline void copy_chunk(channel_rows const& r, cpx::detail::channel_message const& m,
                                                std::int64_t number, char const* source, char* target,
                                                half_block const& half) {
     std::int64_t const begin = number * m.chunk;
     int const bytes = static_cast<int>(min(static_cast<std::int64_t>(m.chunk), m.bytes() - begin));
-    int const lanes = m.lanes, groups = half.threads / lanes, row_bytes = m.row_bytes, runs = m.runs;
+    int const lanes = m.lanes, row_bytes = m.row_bytes, runs = m.runs;
+    int const part_bytes = lanes * 4 * 16, parts = (row_bytes + part_bytes - 1) / part_bytes;
+    int const first_row = static_cast<int>(begin / row_bytes);
+    std::int64_t const before = begin - static_cast<std::int64_t>(first_row) * row_bytes; // bytes of that row
+    int const items = static_cast<int>((before + bytes + row_bytes - 1) / row_bytes) * parts;
     std::int64_t const source_pitch = r.back ? m.target_pitch : m.source_pitch,
                        target_pitch = r.back ? m.source_pitch : m.target_pitch;
     auto const* const list = r.runs + m.first_run;
-    int row = static_cast<int>(begin / row_bytes) + half.thread / lanes, guess = 0;
-    // Places are counted from the beginning of the chunk: a row that begins before it is at a negative one.
-    for (std::int64_t place = static_cast<std::int64_t>(row) * row_bytes - begin; place < bytes;
-         place += static_cast<std::int64_t>(groups) * row_bytes, row += groups) {
+    int guess = 0;
+    for (int item = half.thread / lanes; item < items; item += half.threads / lanes) {
+        int const k = item / parts, row = first_row + k;
+        std::int64_t const part = static_cast<std::int64_t>(item - k * parts) * part_bytes,
+                           place = k * static_cast<std::int64_t>(row_bytes) - before; // of the row, in the chunk
+        // Of the row's bytes, those of the part that are in the chunk:
+        int const low = static_cast<int>(max(part, -place)),
+                  high = static_cast<int>(
+                      min(min(part + part_bytes, bytes - place), static_cast<std::int64_t>(row_bytes)));
+        if (low >= high) continue;
         guess = last_at_or_before(row, runs, guess, [=](int i) { return list[i].first; });
         cpx::detail::channel_run const run = list[guess];
         char const* const from = source + (r.back ? run.target : run.source) + (row - run.first) * source_pitch;
         char* const to = target + (r.back ? run.source : run.target) + (row - run.first) * target_pitch;
         for (int c = 0; c < m.columns; ++c) {
             cpx::detail::channel_column const column = r.columns[m.first_column + c];
-            std::int64_t const at = place + column.place;
-            int const skipped = static_cast<int>(max(-at, std::int64_t{0})),
-                      last = static_cast<int>(min(bytes - at, static_cast<std::int64_t>(column.bytes)));
-            if (skipped >= last) continue; // none of its bytes are in the chunk
+            int const skipped = max(low - column.place, 0), last = min(high - column.place, column.bytes);
+            if (skipped >= last) continue;
             char const* const a = from + (r.back ? column.target : column.source) + skipped;
             char* const b = to + (r.back ? column.source : column.target) + skipped;
             with_bytes<1>(column.vector, [&](auto vector) {

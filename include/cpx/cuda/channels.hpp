@@ -64,6 +64,7 @@ public:
             [&] {
                 auto const& peers = window_.peers(here);
                 std::copy_n(peers.base, comm_.ranks(), m.base);
+                m.base[comm_.rank()] = window_.data(); // by the address that it has without NCCL, as flags are
                 m.all = peers.meeting;
             },
             here);
