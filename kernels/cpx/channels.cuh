@@ -88,8 +88,8 @@ struct half_block {
 };
 
 /// Copies chunk `number` of a message; `source` and `target`: of byte 0 of the message where a side is packed, else the
-/// beginnings of rows. Called by a half, whose groups of lanes take rows in turn, or parts of long ones, 4 vectors of 16
-/// bytes a thread. Not inline: its callers would not leave it enough registers.
+/// beginnings of rows. Called by a half, whose groups of lanes take rows in turn, or parts of long ones: 4 vectors of
+/// 16 bytes a thread. Not inline: its callers would not leave it enough registers.
 __device__ __noinline__ inline void copy_chunk(channel_rows const& r, cpx::detail::channel_message const& m,
                                                std::int64_t number, char const* source, char* target,
                                                half_block const& half) {

@@ -58,7 +58,7 @@ struct rank_on_channels {
 
 std::string moves(int, bool lent) {
     auto world = cpx::nccl::from_environment(60s);
-    bool const wanted = cuda::window::supported(*world);
+    bool const wanted = cuda::window::supported(*world) && cuda::devices() >= world->ranks();
     std::optional<framework> of;
     if (lent) of.emplace(*world, false); // whose calls do not block
     rank_on_channels me(lent ? cpx::nccl::adopt(of->get(), cpx::adopted::is_left, 60s) : std::move(world));

@@ -26,7 +26,7 @@ public:
     static constexpr int default_blocks = 64; // which fill the wire, and leave NCCL's kernels room beside them
 
     /// Returns channels of all ranks, or null where they cannot be: the same on every rank. They can where there are 2
-    /// to 8 ranks, of one host, whose GPUs reach each other (NVLink), with windows of the loaded NCCL; see
+    /// to 8 ranks, of one host, each with a GPU that reaches the others' (NVLink), with windows of the loaded NCCL; see
     /// `window::supported`. Collective; takes about as long as joining a communicator.
     ///
     /// `blocks`: of a kernel, each of which takes a multiprocessor, at most; 0 for no channels. Throws `cpx::error` if
@@ -35,18 +35,24 @@ public:
         require(blocks >= 0, where, "blocks", "not negative", blocks, here);
         struct answer {
             int blocks, can;
+            cudaUUID_t gpu;
         };
+        cudaDeviceProp device{};
+        check(cudaGetDeviceProperties(&device, comm.device()), "cudaGetDeviceProperties", here);
         std::size_t free = 0, whole = 0;
         check(cudaMemGetInfo(&free, &whole), "cudaMemGetInfo", here);
         bool can = blocks > 0 && comm.ranks() > 1 && comm.ranks() <= kernels::most_ranks &&
                    free > std::size_t{256} << 20; // also for what NCCL takes
         for (int r = 0; can && r < comm.ranks(); ++r) can = comm.on_this_host(r);
         std::vector<answer> all(static_cast<std::size_t>(comm.ranks()));
-        answer const mine{blocks, can};
+        answer const mine{blocks, can, device.uuid};
         comm.gather(&mine, all.data(), sizeof mine, here);
         for (answer const& a : all) {
             require(a.blocks == blocks, where, "blocks, on all ranks", blocks, a.blocks, here);
-            can = can && a.can;
+            // kernels that wait for each other have a GPU each
+            can = can && a.can && std::ranges::count_if(all, [&](answer const& other) {
+                                      return std::memcmp(&other.gpu, &a.gpu, sizeof a.gpu) == 0;
+                                  }) == 1;
         }
         if (!can) return nullptr;
         auto own = comm.split(0, here);
