@@ -42,8 +42,9 @@ void run(device_group& g, relayout_value const& plan, tensor const& x, tensor co
     auto const room = [&](cpx::capacity const& most) {
         return most.rows > 0 ? std::optional(room_for(plan, most)) : std::nullopt;
     };
-    // Rows that are added come as messages: in the order of ranks. Where none move, ranks do not meet.
-    if (auto* const channels = p.local || p.kind == cpx::flow::sums ? nullptr : g.channels()) {
+    // Where no rows move, ranks do not meet. Rows that are added come as messages, in the order of ranks.
+    auto* const channels = p.local ? nullptr : g.channels();
+    if (channels && p.kind != cpx::flow::sums) {
         using prepared = cuda::channel_exchange<T>;
         auto& by = g.find<prepared>(
             where, kind, batch, need,
