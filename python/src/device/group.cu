@@ -7,6 +7,10 @@
 #include <cstring>
 #include <thread>
 
+// A process may load an older NCCL without them, which `cpx::cuda::window::supported` sees before it calls them.
+#pragma weak ncclDevCommCreate
+#pragma weak ncclDevCommDestroy
+
 namespace binding {
 
 namespace {
