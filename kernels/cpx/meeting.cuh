@@ -79,30 +79,48 @@ __device__ inline void arrive(meeting const& m, std::uint32_t epoch, std::uint32
                               static_cast<std::uint64_t>(word) << 32 | epoch);
 }
 
+namespace detail {
+
+/// Waits until `reached(*flag)`, which `rank` is to bring about; `found` becomes what the flag is. Returns false if
+/// that takes too long, for which it names the rank, or if this rank has given up meanwhile.
+template <class F>
+__device__ bool wait_for(meeting const& m, int rank, std::uint64_t const* flag, std::uint64_t& found, F&& reached) {
+    bool here = true;
+    std::uint64_t end = 0;
+    for (int i = 0;; ++i) {
+        found = load_acquire(flag);
+        if (!here || reached(found)) return here;
+        if (i % 16 != 15) continue; // a look at the clock takes longer than one at the flag
+        std::uint64_t const now = nanoseconds();
+        if (end == 0) end = now + m.patience;
+        if (now >= end) m.found->missing[rank] = 1;
+        here = now < end && load_relaxed(m.epochs + gridDim.x) == 0;
+    }
+}
+
+/// Says that this rank gives up: nobody is to store here any more, nor this rank there. Called for every rank.
+__device__ inline void give_up(meeting const& m, int rank) {
+    m.epochs[gridDim.x] = 1;
+    store_release(m.flags[rank] + m.end(m.rank), 1);
+}
+
+} // namespace detail
+
 /// Waits until this block of every rank has come to `epoch`; `said` becomes the word of rank threadIdx.x. Returns
 /// false, on all threads, if one did not come in time.
 __device__ inline bool await(meeting const& m, std::uint32_t epoch, std::uint32_t& said) {
     bool here = true;
-    if (threadIdx.x < static_cast<unsigned>(m.ranks)) {
-        std::uint64_t const* const flag = m.flags[m.rank] + m.place(epoch, static_cast<int>(threadIdx.x));
-        std::uint64_t found = 0, end = 0;
-        for (int i = 0;; ++i) {
-            found = detail::load_acquire(flag);
+    int const rank = static_cast<int>(threadIdx.x);
+    if (rank < m.ranks) {
+        std::uint64_t found = 0;
+        here = detail::wait_for(m, rank, m.flags[m.rank] + m.place(epoch, rank), found, [=](std::uint64_t flag) {
             // epochs wrap around: what counts is the difference
-            if (!here || static_cast<std::int32_t>(static_cast<std::uint32_t>(found) - epoch) >= 0) break;
-            if (i % 16 != 15) continue; // a look at the clock takes longer than one at the flag
-            std::uint64_t const now = detail::nanoseconds();
-            if (end == 0) end = now + m.patience;
-            if (now >= end) m.found->missing[threadIdx.x] = 1;
-            here = now < end && detail::load_relaxed(m.epochs + gridDim.x) == 0;
-        }
+            return static_cast<std::int32_t>(static_cast<std::uint32_t>(flag) - epoch) >= 0;
+        });
         said = static_cast<std::uint32_t>(found >> 32);
     }
     bool const all = __syncthreads_and(here);
-    if (!all && threadIdx.x < static_cast<unsigned>(m.ranks)) { // nobody is to store here any more, nor this rank there
-        m.epochs[gridDim.x] = 1;
-        detail::store_release(m.flags[threadIdx.x] + m.end(m.rank), 1);
-    }
+    if (!all && rank < m.ranks) detail::give_up(m, rank);
     return all;
 }
 

@@ -6,6 +6,7 @@
 #include <cpx/layout/algorithm.hpp>
 #include <cpx/layout/sharding.hpp>
 
+#include <cpx/copy_units.cuh>
 #include <cpx/meeting.cuh>
 #include <cpx/neighbours.cuh>
 #include <cpx/previous_kernel.cuh>
@@ -155,20 +156,6 @@ struct placement {
     }
 };
 
-template <class Vector>
-__device__ __forceinline__ void copy_units(char const* source, char* target, int units, int lanes) {
-    constexpr int at_once = 8;
-    for (int first = static_cast<int>(threadIdx.x) % lanes; first < units; first += lanes * at_once) {
-        Vector held[at_once];
-#pragma unroll
-        for (int i = 0; i < at_once; ++i)
-            if (first + lanes * i < units) held[i] = reinterpret_cast<Vector const*>(source)[first + lanes * i];
-#pragma unroll
-        for (int i = 0; i < at_once; ++i)
-            if (first + lanes * i < units) reinterpret_cast<Vector*>(target)[first + lanes * i] = held[i];
-    }
-}
-
 /// Copies the columns of one row that go to one peer. Called by `lanes` neighbouring threads.
 __device__ inline void copy_columns(column_run const* columns, int count, char const* source, char* target, int lanes) {
     for (int i = 0; i < count; ++i) {
@@ -176,7 +163,7 @@ __device__ inline void copy_columns(column_run const* columns, int count, char c
         if (p.units == 0) continue;
         char const* const from = source + p.source;
         char* const to = target + p.target;
-        with_bytes<1>(p.vector, [&](auto bytes) { copy_units<bytes_at_once<bytes>>(from, to, p.units, lanes); });
+        with_bytes<1>(p.vector, [&](auto bytes) { copy_units<8, bytes_at_once<bytes>>(from, to, p.units, lanes); });
     }
 }
 

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prints how long the relayout of cpx.dropin.miles takes on GPUs, beside what it replaces: an all-gather of every rank's
-rows, then a selection of those that are wanted, by PyTorch's own calls.
+"""Prints how long the relayout of cpx.dropin.miles takes on GPUs, by each path that an exchange has, beside what it
+replaces: an all-gather of every rank's rows, then a selection of those that are wanted, by PyTorch's own calls.
 
-torchrun --nproc-per-node RANKS python/bench/relayout_cuda.py    (a GPU a rank)
+torchrun --nproc-per-node RANKS python/bench/relayout_cuda.py [BLOCKS ...]    (a GPU a rank)
+
+BLOCKS: multiprocessors that the kernel takes, of `cpx.torch.communicator`; 0: NCCL's messages. By default 64 and 0.
 """
 
 import os
 import statistics
+import sys
 
 import torch
 import torch.distributed as dist
@@ -33,7 +36,7 @@ def slowest_us(call, calls=20, rounds=9):
     return slowest.item()
 
 
-def measure(tokens, sequences, width):
+def measure(tokens, sequences, width, communicators):
     rank, ranks = dist.get_rank(), dist.get_world_size()
     mean = tokens // sequences // (2 * ranks)  # of a chunk: lengths that 2 W divides, as there
     lengths = [2 * ranks * (mean + (9 if s % 2 else -9) * (sequences > 1 and mean > 9)) for s in range(sequences)]
@@ -52,24 +55,43 @@ def measure(tokens, sequences, width):
         dist.all_gather_into_tensor(gathered, x)
         return gathered.index_select(0, own)
 
-    def relayout():
-        return miles.zigzag_to_packed_shard(x, cu, None, rank, ranks)
-
-    assert torch.equal(relayout().view(torch.int16), gather_and_select().view(torch.int16))
-    theirs, ours = slowest_us(gather_and_select), slowest_us(relayout)
+    expected = gather_and_select()
+    theirs = slowest_us(gather_and_select)
     if rank == 0:
-        print(f"{cu[-1]:8d} x {width}, {sequences:2d} sequences: all-gather and selection {theirs:7.1f} us, "
-              f"relayout {ours:7.1f} us, {theirs / ours:.2f} times as fast", flush=True)
+        print(f"{cu[-1]} x {width}, {sequences} sequences: all-gather and selection {theirs:.1f} us", flush=True)
+    for blocks, comm in communicators.items():
+
+        def relayout():
+            return miles.zigzag_to_packed_shard(x, cu, comm, rank, ranks)
+
+        y = relayout()
+        comm.wait()
+        wrong = (y.view(torch.int16) != expected.view(torch.int16)).any(1).sum().item()
+        assert wrong == 0, f"rank {rank}, {comm.exchange_path}: {wrong} of {len(y)} rows are wrong"
+        back = miles.packed_shard_to_zigzag(y, cu, comm, rank, ranks)
+        assert torch.equal(back.view(torch.int16), x.view(torch.int16)), f"rank {rank}, {comm.exchange_path}: not back"
+        ours = slowest_us(relayout)
+        comm.wait()
+        path = comm.exchange_path + (f" of {blocks} blocks" if comm.exchange_path == "channels" else "")
+        if rank == 0:
+            print(f"    relayout by {path}: {ours:.1f} us, {theirs / ours:.2f} times as fast", flush=True)
 
 
 def main():
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
+    ranks = dist.get_world_size()
     if dist.get_rank() == 0:
-        print(f"{dist.get_world_size()} x {torch.cuda.get_device_name()}, torch {torch.__version__}; bfloat16")
+        nccl = ".".join(str(n) for n in torch.cuda.nccl.version())
+        print(f"{ranks} x {torch.cuda.get_device_name()}, torch {torch.__version__}, NCCL {nccl}; bfloat16")
+    communicators = {
+        blocks: cpx.torch.communicator(dist.new_group(list(range(ranks))), deadline=60.0, blocks=blocks)
+        for blocks in ([int(n) for n in sys.argv[1:]] or [64, 0])
+    }
     for tokens, sequences in ((131072, 8), (131072, 1), (32768, 8)):
-        measure(tokens, sequences, 2048)
-    cpx.torch.communicator().of.leave()
+        measure(tokens, sequences, 2048, communicators)
+    for comm in communicators.values():
+        comm.of.leave()
     dist.destroy_process_group()
 
 

@@ -168,6 +168,80 @@ def test_rows_that_are_apart_or_not_aligned_are_copied_first(comm):
     assert torch.equal(ct.exchange(odd, plan, comm), share(target, numbers(batch.tokens, 7).float()))
 
 
+def write_to_each_other():
+    """Whether the ranks have GPUs of their own, which write to each other's memory."""
+    if world < 2 or world > torch.cuda.device_count():
+        return False
+    return all(torch.cuda.can_device_access_peer(device.index, r) for r in range(world) if r != device.index)
+
+
+def by_messages():
+    """Returns a communicator of all ranks that exchanges by NCCL's messages alone. Collective."""
+    made = ct.communicator(dist.new_group(list(range(world))), deadline=60.0, blocks=0)
+    assert made.exchange_path == "undecided"
+    return made
+
+
+def test_all_ranks_move_rows_by_the_path_that_their_gpus_have(comm):
+    assert right_exchange(comm, world, rank)
+    paths = [None] * world
+    dist.all_gather_object(paths, comm.exchange_path)
+    wanted = "channels" if write_to_each_other() else "messages"
+    about = f"NCCL {torch.cuda.nccl.version()}, {torch.cuda.get_device_name()}, {world} ranks"
+    assert world == 1 or paths == [wanted] * world, f"{paths}, {about}"
+    assert cpx.run(1, lambda of: ct.communicator(of).exchange_path) == ["host"]
+    messages = by_messages()
+    assert right_exchange(messages, world, rank) and messages.exchange_path != "channels"
+    messages.of.leave()
+
+
+def test_both_paths_bring_the_same_bits(comm):
+    messages = by_messages()
+    for n, batch in enumerate(batches):
+        shardings = [cpx.shard(batch, layout, scope=s) for layout in layouts() for s in ("sequence", "batch")]
+        shardings.append(cpx.replicated(world, batch))
+        kinds = [(torch.float32, 1024), (torch.bfloat16, 3), (torch.uint8, 1), (torch.float64, 9000)]
+        for dtype, width in kinds[n % 2::2]:
+            x = (numbers(batch.tokens, width, seed=n) * 100).to(dtype)
+            for source in shardings[n % 3:-1:3]:
+                for target in shardings[(n + 1) % 2::2]:
+                    results = []
+                    for by in (comm, messages):
+                        mine = share(source, x)
+                        y = ct.exchange(mine, ct.relayout(source, target, by), by)
+                        if mine.requires_grad:
+                            (y * (rank + 1)).sum().backward()
+                        results.append((y, mine.grad))
+                    about = f"{source} to {target}, {dtype}, width {width}"
+                    assert torch.equal(results[0][0], results[1][0]), about
+                    assert torch.equal(results[0][0], share(target, x)), about
+                    if results[1][1] is not None:
+                        assert torch.equal(results[0][1], results[1][1]), about
+    comm.wait()
+    messages.wait()
+    messages.of.leave()
+
+
+def test_rows_that_fill_every_ring_many_times_arrive_and_stay(comm):
+    batch = cpx.thd([0, 3000, 3000, 12001, 12002, 30011])
+    whole = torch.arange(batch.tokens, dtype=torch.int32)[:, None] * 2053 + torch.arange(1024, dtype=torch.int32)
+    source = cpx.shard(batch, cpx.zigzag(world))
+    mine = share(source, whole)
+    kept = []
+    for layout, scope in ((cpx.sequential(world), "batch"), (cpx.striped(world), "sequence")):
+        target = cpx.shard(batch, layout, scope=scope)
+        plan = ct.relayout(source, target, comm)
+        for n in range(4):  # without a wait between them: rings and what came before are not to be written too early
+            y = ct.exchange(mine + n, plan, comm)
+            kept.append((y, share(target, whole) + n))
+            z = ct.exchange(y, plan.transposed(), comm)
+            kept.append((z, mine + n))
+    comm.wait()
+    for n, (got, expected) in enumerate(kept):
+        wrong = (got != expected).any(1).nonzero().flatten()
+        assert wrong.numel() == 0, f"exchange {n}: {wrong.numel()} rows are wrong, the first {wrong[:8].tolist()}"
+
+
 # convolution
 
 
@@ -1206,6 +1280,27 @@ def test_ranks_that_disagree_are_named(comm):
     y = ct.exchange(torch.ones(one.rows(rank), 13, device=device), ct.relayout(one, same, comm), comm)
     comm.wait()
     assert y.sum().item() == 13 * same.rows(rank)
+
+
+@pytest.mark.skipif(world != 2, reason="wants two ranks")
+def test_ranks_whose_known_plans_differ_are_named_and_the_next_call_works(comm):
+    plans, rows = [], []
+    for n in (60, 64):
+        batch = cpx.thd([0, n])
+        source, target = cpx.shard(batch, cpx.zigzag(2)), cpx.shard(batch, cpx.striped(2))
+        plans.append(ct.relayout(source, target, comm))
+        rows.append(share(source, numbers(n, 17).float()).detach())
+        for _ in range(2):
+            assert torch.equal(ct.exchange(rows[-1], plans[-1], comm), share(target, numbers(n, 17).float()))
+    comm.wait()
+    if comm.exchange_path != "channels":
+        pytest.skip("messages of different plans wait for each other")
+    for _ in range(3):
+        with pytest.raises(cpx.Error, match=f"plan by which rows move: .*another on ranks {1 - rank}"):
+            ct.exchange(rows[rank], plans[rank], comm)
+            comm.wait()
+        assert torch.equal(ct.exchange(rows[1], plans[1], comm), share(target, numbers(64, 17).float()))
+        comm.wait()
 
 
 @pytest.mark.skipif(world != 2, reason="wants two ranks")

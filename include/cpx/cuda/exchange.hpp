@@ -70,6 +70,7 @@ public:
         staged_out_ = buffer<char>(most.staged, here);
         staged_in_ = buffer<char>(most.staged, here);
         load_write_numbers(here);
+        static_cast<void>(comm.others(here)); // allocated now, not in a capture
         cuda::stream const stream;
         connect(made.plans, stream, here);
         put(std::move(made), plans, !of.room, stream, here);

@@ -216,9 +216,10 @@ public:
         int to = first_[0]; // both ends have the same ranges, in one order
         for_each_of(rank(), true, [&](int i) {
             while (!work_.lanes[static_cast<std::size_t>(to)].is_of(rank())) ++to;
-            zip_runs(columns_of(rank(), true), columns_of(rank(), false), [&](index_t from, index_t at, index_t count) {
-                add(end_of(i, from, true), end_of(to, at, false), i, true, count);
-            });
+            for_each_common_run(columns_of(rank(), true), columns_of(rank(), false), most_in_rectangle,
+                                [&](index_t from, index_t at, index_t count) {
+                                    add(end_of(i, from, true), end_of(to, at, false), i, true, count);
+                                });
             ++to;
         });
     }

@@ -51,10 +51,20 @@ inline std::vector<run> columns_in_bytes(std::vector<run> const& columns, index_
     return list;
 }
 
-/// Calls `each(a, b, count)` for what runs of two lists that name equally many have in common, `most` at a time.
+/// Rows and columns of one end of a message, as places in a buffer of `pitch` bytes a row.
+struct rectangle_end {
+    std::vector<run> rows, columns; ///< columns in bytes
+    index_t pitch = 0;
+    int buffer = 0;
+    index_t base = 0; ///< bytes from the buffer's beginning
+};
+
+inline constexpr index_t most_in_rectangle = index_t{1} << 30; // rows, and bytes of them, as a kernel counts them
+
+/// Calls `each(place in a, place in b, count)` with runs of at most `most` that stand side by side in both lists, which
+/// name equally many places.
 template <class F>
-void zip_runs(std::vector<run> const& a, std::vector<run> const& b, F&& each) {
-    constexpr index_t most = index_t{1} << 30; // rows, and bytes of them, as a kernel counts them
+void for_each_common_run(std::vector<run> const& a, std::vector<run> const& b, index_t most, F&& each) {
     std::size_t i = 0, j = 0;
     for (index_t used_a = 0, used_b = 0; i < a.size() && j < b.size();) {
         index_t const count = std::min({a[i].count - used_a, b[j].count - used_b, most});
@@ -65,30 +75,23 @@ void zip_runs(std::vector<run> const& a, std::vector<run> const& b, F&& each) {
     }
 }
 
-/// Rows and columns of one end of a message, as places in a buffer of `pitch` bytes a row.
-struct rectangle_end {
-    std::vector<run> rows, columns; ///< columns in bytes
-    index_t pitch = 0;
-    int buffer = 0;
-    index_t base = 0; ///< bytes from the buffer's beginning
-};
-
 /// Lists the rectangles that take `from` to `to`, which name equally many rows and columns.
 inline void list_rectangles(rectangle_end const& from, rectangle_end const& to, std::vector<rectangle>& list) {
-    zip_runs(from.rows, to.rows, [&](index_t from_row, index_t to_row, index_t rows) {
-        zip_runs(from.columns, to.columns, [&](index_t from_byte, index_t to_byte, index_t bytes) {
-            rectangle r{};
-            r.source = from.base + from_row * from.pitch + from_byte;
-            r.target = to.base + to_row * to.pitch + to_byte;
-            r.source_pitch = from.pitch;
-            r.target_pitch = to.pitch;
-            r.rows = static_cast<std::int32_t>(rows);
-            r.bytes = static_cast<std::int32_t>(bytes);
-            r.source_buffer = static_cast<std::int16_t>(from.buffer);
-            r.target_buffer = static_cast<std::int16_t>(to.buffer);
-            r.set_vector();
-            list.push_back(r);
-        });
+    for_each_common_run(from.rows, to.rows, most_in_rectangle, [&](index_t from_row, index_t to_row, index_t rows) {
+        for_each_common_run(from.columns, to.columns, most_in_rectangle,
+                            [&](index_t from_byte, index_t to_byte, index_t bytes) {
+                                rectangle r{};
+                                r.source = from.base + from_row * from.pitch + from_byte;
+                                r.target = to.base + to_row * to.pitch + to_byte;
+                                r.source_pitch = from.pitch;
+                                r.target_pitch = to.pitch;
+                                r.rows = static_cast<std::int32_t>(rows);
+                                r.bytes = static_cast<std::int32_t>(bytes);
+                                r.source_buffer = static_cast<std::int16_t>(from.buffer);
+                                r.target_buffer = static_cast<std::int16_t>(to.buffer);
+                                r.set_vector();
+                                list.push_back(r);
+                            });
     });
 }
 
@@ -109,6 +112,17 @@ struct message_tables {
 struct row_shapes {
     index_t source_width, target_width, source_stride, target_stride, element;
 };
+
+/// Returns one end of a message, in one of the caller's buffers: the source's where it goes `out`.
+inline rectangle_end end_of(message const& m, bool out, row_shapes const& shape) {
+    rectangle_end end{{},
+                      columns_in_bytes(m.columns, out ? shape.source_width : shape.target_width, shape.element),
+                      (out ? shape.source_stride : shape.target_stride) * shape.element,
+                      !out,
+                      0};
+    for (run const r : m.rows) join(end.rows, r);
+    return end;
+}
 
 /// What a message is at one end: `rows` rows of `bytes` bytes, `pitch` bytes apart, in one run from `first` on, or in
 /// several: -1.
@@ -159,16 +173,7 @@ public:
     }
 
 private:
-    /// Returns one end of a message, in one of the caller's buffers.
-    rectangle_end end_of(message const& m, bool out) const {
-        rectangle_end end{{},
-                          columns_in_bytes(m.columns, out ? shape_.source_width : shape_.target_width, shape_.element),
-                          (out ? shape_.source_stride : shape_.target_stride) * shape_.element,
-                          !out,
-                          0};
-        for (run const r : m.rows) join(end.rows, r);
-        return end;
-    }
+    rectangle_end end_of(message const& m, bool out) const { return detail::end_of(m, out, shape_); }
     plan const& p_;
     row_shapes shape_;
     std::vector<rectangle>& list_;

@@ -29,13 +29,16 @@ def device_extension(where):
     return _cuda
 
 
-def communicator(group=None, deadline=600.0):
+def communicator(group=None, deadline=600.0, blocks=64):
     """Returns the communicator of this rank, which every operator takes.
 
     group: what `cpx.run` hands to a rank that is a thread, for tensors on the CPU; or a group of torch.distributed, by
     default that of all, for tensors on the current CUDA device. Its own NCCL communicator is used where torch gives it
     (2.8 and later), else one is made over its store. Collective; a second call returns the first one's.
     deadline: the longest, in seconds, that a rank of a group waits for the others.
+    blocks: multiprocessors that an exchange takes where the ranks' GPUs write to each other's memory, the same on all
+    ranks; see `Communicator.exchange_path`. Kernels in which ranks wait for each other, those of NCCL in other streams,
+    too, must all find room at once. 0: exchanges by NCCL's messages alone.
     Raises cpx.Error if there is no group, none of NCCL, or if this cpx was built without CUDA.
     """
     if isinstance(group, Communicator):
@@ -51,7 +54,7 @@ def communicator(group=None, deadline=600.0):
         raise Error(_where, "group", wanted, type(group).__name__)
     with _making:
         if group not in _made:
-            _made[group] = Communicator(_of(group, deadline))
+            _made[group] = Communicator(_of(group, deadline, blocks))
         return _made[group]
 
 
@@ -61,7 +64,7 @@ def _leave_all():
         comm.of.leave()
 
 
-def _of(group, deadline=600.0):
+def _of(group, deadline=600.0, blocks=64):
     try:
         backend = group._get_backend(torch.device("cuda"))
     except RuntimeError:
@@ -74,15 +77,15 @@ def _of(group, deadline=600.0):
     by = device_extension(_where)
     device = torch.cuda.current_device()
     if not hasattr(backend, "_comm_ptr"):
-        return _over_store(group, device, deadline)
+        return _over_store(group, device, deadline, blocks)
     backend.eager_connect_single_device(torch.device("cuda", device))
-    return by.nccl_adopt(torch.Tensor, backend._comm_ptr(), device, deadline)
+    return by.nccl_adopt(torch.Tensor, backend._comm_ptr(), device, deadline, blocks)
 
 
-def _over_store(group, device, deadline):
+def _over_store(group, device, deadline, blocks=64):
     """Returns the rank of a communicator of its own, whose ranks find each other by the store of their group."""
     by = device_extension(_where)
     store, key = dist.distributed_c10d._get_process_group_store(group), "cpx/nccl"
     if group.rank() == 0:
         store.set(key, by.nccl_id())
-    return by.nccl_make(torch.Tensor, store.get(key), group.rank(), group.size(), device, deadline)
+    return by.nccl_make(torch.Tensor, store.get(key), group.rank(), group.size(), device, deadline, blocks)

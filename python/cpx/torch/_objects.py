@@ -56,6 +56,17 @@ class Communicator:
             known = _known[of] = _handle_of(of), collections.OrderedDict()
         self.handle, self._plans = known
 
+    @property
+    def exchange_path(self):
+        """How exchanges move rows between ranks, the same on all of them, which decide at the first one.
+
+        "channels": by one kernel, through memory that they write to each other, where 2 to 8 GPUs of one host reach
+        each other's (NVLink) and the NCCL that is loaded has windows. "messages": sent and received by NCCL.
+        "undecided": there was none yet. "host": tensors are on the CPU. The bits that come are the same. Rows that are
+        added, as gradients of copies are, come as messages in any case.
+        """
+        return "host" if self.device.type == "cpu" else self.of.exchange_path
+
     def wait(self):
         """Waits until the device has done all that this rank gave it in the current stream; on the host, not at all.
 

@@ -2,6 +2,8 @@
 // Rows moved between devices.
 #include "group.hpp"
 
+#include <cpx/cuda/channels.hpp>
+
 namespace binding {
 
 namespace {
@@ -36,18 +38,33 @@ void run(device_group& g, relayout_value const& plan, tensor const& x, tensor co
     cpx::index_t const width = mirrored ? to.width() : from.width();
     call_kind const kind{number_of(plan.from.text()), number_of(plan.to.text()),
                          static_cast<std::uint64_t>(mirrored ? 2 : plan.back), static_cast<std::uint64_t>(width)};
-    auto& by = g.find<cuda::exchange<T>>(
-        where, kind, batch,
-        [&] {
-            return plan.from.visit(
-                [&](auto const& a) { return plan.to.visit([&](auto const& b) { return capacity_for(a, b); }); });
-        },
+    auto const need = [&] {
+        return plan.from.visit(
+            [&](auto const& a) { return plan.to.visit([&](auto const& b) { return capacity_for(a, b); }); });
+    };
+    auto const room = [&](cpx::capacity const& most) {
+        return most.rows > 0 ? std::optional(room_for(plan, width, most)) : std::nullopt;
+    };
+    // Where no rows move, ranks do not meet. Rows that are added come as messages, in the order of ranks.
+    auto* const channels = p.local ? nullptr : g.channels();
+    if (channels && p.kind != cpx::flow::sums) {
+        using prepared = cuda::channel_exchange<T>;
+        auto& by = g.find<prepared>(
+            where, kind, batch, need,
+            [&](cpx::capacity const& most) {
+                return std::make_unique<prepared>(listed(), width, *channels, room(most));
+            },
+            [&](prepared& made) { made.set(listed(), comm.stream()); });
+        return by(from, to, comm.stream(), mirrored);
+    }
+    using prepared = cuda::exchange<T>;
+    auto& by = g.find<prepared>(
+        where, kind, batch, need,
         [&](cpx::capacity const& most) {
-            cuda::exchange_options of;
-            if (most.rows > 0) of.room = room_for(plan, width, most);
-            return std::make_unique<cuda::exchange<T>>(listed(), width, g.nccl(), of);
+            cuda::exchange_options const of{.room = room(most)};
+            return std::make_unique<prepared>(listed(), width, g.nccl(), of);
         },
-        [&](cuda::exchange<T>& made) {
+        [&](prepared& made) {
             cpx::plan const next = listed();
             made.set({&next, 1}, comm.stream());
         });

@@ -19,9 +19,12 @@
 #include <map>
 #include <memory>
 #include <string_view>
-#include <thread>
 #include <utility>
 #include <vector>
+
+namespace cpx::cuda {
+class channels;
+}
 
 namespace binding {
 
@@ -91,25 +94,10 @@ cpx::capacity capacity_for(S const&... shardings) {
 
 class device_group {
 public:
-    device_group(std::unique_ptr<cpx::nccl> joined, bool lent, framework& from)
-        : nccl_(std::move(joined)), lent_(lent), from_(from), memory_(from, nccl_->device()),
-          comm_(*nccl_, nullptr, memory_) {}
-    ~device_group() { leave(); }
-
+    device_group(std::unique_ptr<cpx::nccl> joined, bool lent, int blocks, framework& from);
+    ~device_group();
     /// Ends its part: every later call throws, and what was prepared is freed when the device needs it no longer.
-    void leave() {
-        if (std::exchange(left_, true)) return;
-        int before = 0;
-        static_cast<void>(cudaGetDevice(&before));
-        static_cast<void>(cudaSetDevice(nccl_->device()));
-        // The device may wait for ever for a rank that is gone, where another ends the communicator: then freeing
-        // would, too.
-        bool const done = !lent_ || (nccl_->get() && has_done_all());
-        if (lent_) nccl_->give_up("leave"); // its owner may have ended it: it is not touched any more
-        if (!done) static_cast<void>(new auto(std::move(prepared_)));
-        prepared_.clear();
-        static_cast<void>(cudaSetDevice(before));
-    }
+    void leave();
 
     cpx::nccl& nccl() const { return *nccl_; }
     framework& from() const { return from_; }
@@ -137,6 +125,13 @@ public:
                      "before the capture of a graph or behind it", "in it");
         return now;
     }
+
+    /// Returns the memory through which exchanges move rows, made when it is first asked for, which is collective; null
+    /// if there is none, on all ranks, or, in a capture, none yet.
+    cuda::channels* channels();
+    exchange_path path() const { return path_; }
+    /// Waits until the device has done all that it was given in the current stream.
+    void wait();
 
     template <class Made>
     struct slot {
@@ -183,22 +178,17 @@ public:
 
 private:
     /// Waits for the device, at most for the deadline, and asks nothing of NCCL.
-    bool has_done_all() const {
-        auto const end = std::chrono::steady_clock::now() + nccl_->deadline();
-        while (begun_ && cudaStreamQuery(comm_.stream()) == cudaErrorNotReady) {
-            if (std::chrono::steady_clock::now() > end) return false;
-            std::this_thread::sleep_for(std::chrono::microseconds(100));
-        }
-        static_cast<void>(cudaGetLastError());
-        return true;
-    }
+    bool has_done_all() const;
 
     std::unique_ptr<cpx::nccl> nccl_;
     bool lent_, begun_ = false, left_ = false;
+    int blocks_; ///< of kernels in which ranks meet
+    exchange_path path_ = exchange_path::undecided;
     framework& from_;
     framework_memory memory_;
     cuda::communicator comm_;
     cuda::event switched_;
+    std::unique_ptr<cuda::channels> channels_; ///< which what is prepared uses
     std::map<std::pair<char const*, call_kind>, std::shared_ptr<void>> prepared_;
 };
 

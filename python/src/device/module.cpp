@@ -145,6 +145,12 @@ public:
     }
     void fail(std::string const& why) override { binding::fail(*group_, why.c_str()); }
     index_t kept_chunk() { return kept_on(*group_); }
+    std::string exchange_path() const {
+        auto const path = path_of(*group_);
+        return path == binding::exchange_path::undecided  ? "undecided"
+               : path == binding::exchange_path::channels ? "channels"
+                                                          : "messages";
+    }
     void wait() {
         call const now("wait", *this);
         wait_for(there());
@@ -302,9 +308,10 @@ private:
     int device_;
 };
 
-std::chrono::milliseconds deadline_of(double seconds) {
-    cpx::require(std::isfinite(seconds) && seconds > 0, "communicator", "deadline, s", "more than 0", seconds);
-    return std::chrono::milliseconds(static_cast<long long>(std::ceil(std::min(seconds, 1e8) * 1000)));
+group_options options_of(double deadline, int blocks) {
+    cpx::require(std::isfinite(deadline) && deadline > 0, "communicator", "deadline, s", "more than 0", deadline);
+    cpx::require(blocks >= 0, "communicator", "blocks", "not negative", blocks);
+    return {std::chrono::milliseconds(static_cast<long long>(std::ceil(std::min(deadline, 1e8) * 1000))), blocks};
 }
 
 framework& framework_or_throw(nb::handle type) {
@@ -314,24 +321,24 @@ framework& framework_or_throw(nb::handle type) {
     return *found;
 }
 
-std::shared_ptr<communicator> adopt(nb::handle tensors, std::uintptr_t comm, int device, double deadline) {
+std::shared_ptr<communicator> adopt(nb::handle tensors, std::uintptr_t comm, int device, double deadline, int blocks) {
     auto& from = framework_or_throw(tensors);
-    auto const longest = deadline_of(deadline);
+    auto const of = options_of(deadline, blocks);
     auto group = [&] {
         nb::gil_scoped_release const free;
-        return adopt_group(reinterpret_cast<void*>(comm), device, longest, from);
+        return adopt_group(reinterpret_cast<void*>(comm), device, of, from);
     }();
     return std::make_shared<nccl_rank>(std::move(group), device);
 }
 
 std::shared_ptr<communicator> make(nb::handle tensors, nb::bytes const& id, int rank, int ranks, int device,
-                                   double deadline) {
+                                   double deadline, int blocks) {
     auto& from = framework_or_throw(tensors);
-    auto const longest = deadline_of(deadline);
-    std::string const of(id.c_str(), id.size());
+    auto const of = options_of(deadline, blocks);
+    std::string const common(id.c_str(), id.size());
     auto group = [&] {
         nb::gil_scoped_release const free;
-        return make_group(of, rank, ranks, device, longest, from);
+        return make_group(common, rank, ranks, device, of, from);
     }();
     return std::make_shared<nccl_rank>(std::move(group), device);
 }
@@ -372,11 +379,14 @@ NB_MODULE(_cuda, m) {
         .def_prop_ro(
             "kept_chunk", &nccl_rank::kept_chunk,
             "Bytes that the gated delta rule of bfloat16 and heads of 128 keeps of 64 tokens and a value head.")
+        .def_prop_ro("exchange_path", &nccl_rank::exchange_path,
+                     R"(How exchanges that do not add move rows between ranks, the same on all of them: "channels", one
+kernel through memory that ranks write to each other, or "messages" of NCCL's; "undecided" before the first one.)")
         .def("wait", &nccl_rank::wait,
              R"(Waits until the device has done all that it was given in the current stream.
 
 Raises cpx.Error that names the ranks that did not come within the deadline, or that moved rows of another batch.)");
-    m.def("nccl_adopt", adopt, "tensors"_a, "comm"_a, "device"_a, "deadline"_a,
+    m.def("nccl_adopt", adopt, "tensors"_a, "comm"_a, "device"_a, "deadline"_a, "blocks"_a,
           "Returns the rank of a communicator that is there, by its address, for tensors of that type. Collective.");
     m.def(
         "nccl_id",
@@ -385,7 +395,7 @@ Raises cpx.Error that names the ranks that did not come within the deadline, or 
             return nb::bytes(id.data(), id.size());
         },
         "Returns the id of a new communicator, for one rank to give to the others.");
-    m.def("nccl_make", make, "tensors"_a, "id"_a, "rank"_a, "ranks"_a, "device"_a, "deadline"_a,
+    m.def("nccl_make", make, "tensors"_a, "id"_a, "rank"_a, "ranks"_a, "device"_a, "deadline"_a, "blocks"_a,
           "Returns the rank of a new communicator. Collective.");
     m.def("rotary", rotary, "x"_a, "positions"_a, "head_dim"_a, "frequencies"_a, "axes"_a, "rounding"_a, "back"_a,
           "out"_a);

@@ -119,15 +119,26 @@ class device_group;
 
 using group_pointer = std::unique_ptr<device_group, void (*)(device_group*)>;
 
+/// How exchanges that do not add move rows between ranks: by one kernel, through memory that they write to each other,
+/// or by messages of NCCL's. The same on all ranks, which decide at the first exchange.
+enum class exchange_path { undecided, channels, messages };
+
+/// How a group waits, and exchanges: `blocks` of a kernel in which its ranks meet; 0: by messages alone.
+struct group_options {
+    std::chrono::milliseconds deadline;
+    int blocks;
+};
+
 /// Takes a communicator of a framework, an ncclComm_t. Collective. See `cpx::nccl::adopt`.
-group_pointer adopt_group(void* comm, int device, std::chrono::milliseconds deadline, framework& from);
+group_pointer adopt_group(void* comm, int device, group_options const& of, framework& from);
 /// Joins the communicator of an id, which `new_group_id` has made on one rank. Collective.
-group_pointer make_group(std::string const& id, int rank, int ranks, int device, std::chrono::milliseconds deadline,
+group_pointer make_group(std::string const& id, int rank, int ranks, int device, group_options const& of,
                          framework& from);
 std::string new_group_id();
 
 int rank_of(device_group const& g);
 int ranks_of(device_group const& g);
+exchange_path path_of(device_group const& g);
 /// Throws `cpx::error` if the owner of a communicator has ended it, as far as NCCL can tell.
 void require_there(device_group const& g);
 /// Waits until the device has done all that it was given in the current stream; see `cpx::nccl::wait`.
