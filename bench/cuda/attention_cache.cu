@@ -17,8 +17,10 @@ template <class element>
 void table(char const* name, gpu::stream const& stream, double copy) {
     gpu::memory const in(stream);
     std::printf("%-12s %-14s %9s %9s %9s   %s\n", "sequences", "heads", "us", "GB/s", "of copy", name);
-    for (auto const& [sequences, tokens] : {std::array<index_t, 2>{1, 32768}, {16, 8192}, {64, 8192}, {4, 131072}})
-        for (auto const& [heads, key_heads, dim] : {std::array<index_t, 3>{16, 2, 256}, {32, 8, 128}, {32, 32, 128}}) {
+    for (auto const& of_caches : {std::array<index_t, 2>{1, 32768}, {16, 8192}, {64, 8192}, {4, 131072}})
+        for (auto const& of_heads : {std::array<index_t, 3>{16, 2, 256}, {32, 8, 128}, {32, 32, 128}}) {
+            index_t const sequences = of_caches[0], tokens = of_caches[1];
+            index_t const heads = of_heads[0], key_heads = of_heads[1], dim = of_heads[2];
             index_t const width = key_heads * dim, bytes = 2 * sequences * tokens * width * index_t{sizeof(element)};
             index_t const caches = (index_t{1} << 28) / bytes + 1; // what is read again has left the GPU's own cache
             index_t const all = caches * sequences * tokens;

@@ -31,7 +31,8 @@ struct work {
 /// Returns the milliseconds of a forward, or of a backward with what its forward has saved, by replays of a graph, and
 /// prints them.
 double time(bool back, work const& w, bool decays, double rate, gpu::stream const& stream) {
-    auto const [erases, key_heads, value_heads, sequences, length, most_forward, most_backward, scan] = w;
+    bool const erases = w.erases, scan = w.scan;
+    index_t const key_heads = w.key_heads, value_heads = w.value_heads, sequences = w.sequences, length = w.length;
     index_t const tokens = sequences * length;
     float const most = std::sqrt(3.0f / dim);
     auto const q = random<element>(tokens * key_heads * dim, 1, -most, most);
