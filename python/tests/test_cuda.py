@@ -5,6 +5,7 @@ In one process of one rank, or in several: torchrun --nproc-per-node N -m pytest
 Ranks may share a GPU.
 """
 
+import contextlib
 import gc
 import os
 import re
@@ -88,6 +89,17 @@ def summed(x):
     return whole
 
 
+@contextlib.contextmanager
+def poisoned():
+    """Fills new memory before it is written, NaN or the largest integer: what a test finds right there has arrived."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        assert torch.empty(1, device=device).isnan().item()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def on_one_rank(program):
     """Runs a program on the host, of one rank that holds the whole batch."""
     return cpx.run(1, lambda of: program(ct.communicator(of)))[0]
@@ -105,6 +117,7 @@ def layouts():
 
 
 @pytest.mark.parametrize("dtype", [*floats, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool])
+@poisoned()
 def test_an_exchange_moves_the_bits_of_any_type(comm, dtype):
     for batch in batches:
         source, target = cpx.shard(batch, cpx.zigzag(world)), cpx.shard(batch, cpx.striped(world), scope="batch")
@@ -119,6 +132,7 @@ def test_an_exchange_moves_the_bits_of_any_type(comm, dtype):
     comm.wait()
 
 
+@poisoned()
 def test_every_layout_reaches_every_other_and_gradients_come_back(comm):
     for n, batch in enumerate(batches):
         x, by = numbers(batch.tokens, 5), numbers(batch.tokens, 5, seed=1)
@@ -134,6 +148,7 @@ def test_every_layout_reaches_every_other_and_gradients_come_back(comm):
 
 
 @pytest.mark.parametrize("dtype", floats)
+@poisoned()
 def test_gradients_of_copies_are_added(comm, dtype):
     for batch in batches:
         source, every = cpx.shard(batch, cpx.zigzag(world)), cpx.replicated(world, batch)
@@ -143,6 +158,7 @@ def test_gradients_of_copies_are_added(comm, dtype):
         assert torch.equal(mine.grad, torch.full_like(mine, sum(range(1, world + 1))))
 
 
+@poisoned()
 def test_an_exchange_from_tokens_to_heads_has_rows_of_another_width(comm):
     sections = [(4 * world, 3), (2 * world, 5)]
     for batch in batches:
@@ -157,6 +173,7 @@ def test_an_exchange_from_tokens_to_heads_has_rows_of_another_width(comm):
         assert torch.equal(mine.grad, 2 * mine.detach())
 
 
+@poisoned()
 def test_rows_that_are_apart_or_not_aligned_are_copied_first(comm):
     batch = batches[0]
     source, target = cpx.shard(batch, cpx.zigzag(world)), cpx.shard(batch, cpx.sequential(world))
@@ -195,6 +212,7 @@ def test_all_ranks_move_rows_by_the_path_that_their_gpus_have(comm):
     messages.of.leave()
 
 
+@poisoned()
 def test_both_paths_bring_the_same_bits(comm):
     messages = by_messages()
     for n, batch in enumerate(batches):
@@ -222,6 +240,7 @@ def test_both_paths_bring_the_same_bits(comm):
     messages.of.leave()
 
 
+@poisoned()
 def test_rows_that_fill_every_ring_many_times_arrive_and_stay(comm):
     batch = cpx.thd([0, 3000, 3000, 12001, 12002, 30011])
     whole = torch.arange(batch.tokens, dtype=torch.int32)[:, None] * 2053 + torch.arange(1024, dtype=torch.int32)
@@ -1000,6 +1019,7 @@ def test_a_checkpoint_computes_the_same_bits_again(comm, reentrant):
 # groups
 
 
+@poisoned()
 def right_exchange(comm, ranks, own, width=5):
     """Returns whether a communicator of its own moves rows as it should."""
     batch = cpx.thd([0, 9, 40])
@@ -1030,6 +1050,7 @@ def test_a_group_of_some_ranks_has_its_own(comm):
 
 
 @pytest.mark.skipif(world > 1, reason="ranks would wait for each other")
+@poisoned()
 def test_threads_that_call_at_once_are_named(comm):
     batch = batches[0]
     s = cpx.shard(batch, cpx.zigzag(1))

@@ -12,6 +12,7 @@
 
 #include <support/packings.hpp>
 #include <support/random.hpp>
+#include <support/serial.hpp>
 
 #include "../../harness/whole.hpp"
 #include "gpus.hpp"
@@ -19,6 +20,7 @@
 
 #include <array>
 #include <cstring>
+#include <utility>
 
 namespace {
 
@@ -77,18 +79,17 @@ struct rank_part {
     cpx::cuda::buffer<cpx::detail::channel_column> columns;
     cpx::cuda::buffer<cpx::detail::channel_run> runs;
     cpx::cuda::buffer<T> source, target;
+    cpx::plan plan;
 
-    rank_part(cpx::plan const& p, std::vector<T> const& x, std::vector<T> const& y, cpx::detail::channel_table const& t)
+    rank_part(cpx::plan p, std::vector<T> const& x, std::vector<T> const& y, cpx::detail::channel_table const& t)
         : messages(on_device(t.messages)), columns(on_device(t.columns)), runs(on_device(t.runs)), source(on_device(x)),
-          target(on_device(y)), print_(static_cast<std::uint32_t>(p.fingerprint()) | 1) {}
+          target(on_device(y)), plan(std::move(p)) {}
     kernels::channel_rows rows(bool back = false) const {
         char* const x = reinterpret_cast<char*>(source.data());
         char* const y = reinterpret_cast<char*>(target.data());
-        return {messages.data(), columns.data(), runs.data(), back ? y : x, back ? x : y, print_, nullptr, back};
+        auto const print = static_cast<std::uint32_t>(plan.fingerprint()) | 1;
+        return {messages.data(), columns.data(), runs.data(), back ? y : x, back ? x : y, print, nullptr, back};
     }
-
-private:
-    std::uint32_t print_;
 };
 
 template <class T, class From, class To>
@@ -116,20 +117,29 @@ template <class T, class From, class To>
 void check(From const& from, To const& to, std::vector<cpx::section> const& sections, wired& by, int threads) {
     auto const parts = parts_of<T>(from, to, sections, by);
     std::vector<kernels::channel_rows> there, back;
-    for (auto const& part : parts) there.push_back(part.rows()), back.push_back(part.rows(true));
+    std::vector<cpx::plan> plans;
+    std::vector<std::vector<T>> targets;
+    for (auto const& part : parts) {
+        there.push_back(part.rows()), back.push_back(part.rows(true));
+        plans.push_back(part.plan);
+        targets.push_back(take<T>(to, part.plan.rank, sections));
+    }
     by.run(there, threads, 3);
     for (int r = 0; r < from.ranks(); ++r) {
         CAPTURE(r);
-        CHECK(same(parts[static_cast<std::size_t>(r)].target.read(), take<T>(to, r, sections)));
+        CHECK(same(parts[static_cast<std::size_t>(r)].target.read(), targets[static_cast<std::size_t>(r)]));
     }
-    if (cpx::relayout(from, to, 0).kind == cpx::flow::copies) return;
-    for (auto const& part : parts)
-        cpx::cuda::check(cudaMemset(part.source.data(), 0x7f, static_cast<std::size_t>(part.source.size()) * sizeof(T)),
+    if (plans[0].kind == cpx::flow::copies) return;
+    for (auto const& part : parts) // of replicas one was sent, to which rows come back: the others are to be zeros
+        cpx::cuda::check(cudaMemset(part.source.data(), part.plan.covers_source() ? 0x7f : 0,
+                                    static_cast<std::size_t>(part.source.size()) * sizeof(T)),
                          "cudaMemset");
     by.run(back, threads, 2);
+    index_t const width = std::ssize(whole::columns(to, 0, sections)); // of whole rows, if the plan moves such
+    auto const sources = support::execute(support::transposed(plans), targets, width, T{});
     for (int r = 0; r < from.ranks(); ++r) {
         CAPTURE(r);
-        CHECK(same(parts[static_cast<std::size_t>(r)].source.read(), take<T>(from, r, sections)));
+        CHECK(same(parts[static_cast<std::size_t>(r)].source.read(), sources[static_cast<std::size_t>(r)]));
     }
     CHECK(by.gpu.faults() == "");
     for (std::uint32_t const other : by.others.read()) CHECK(other == 0);
@@ -144,6 +154,7 @@ TEST_SUITE("cuda") {
         for (auto const [ranks, channels, slot, threads] :
              {std::array{2, 8, 1 << 12, 1024}, {3, 3, 256, 128}, {4, 1, 512, 64}, {8, 4, 1 << 13, 256}}) {
             wired by(ranks, channels, slot);
+            CAPTURE(by.gpu.count);
             for (auto const& lengths : std::vector<std::vector<index_t>>{{}, {1}, {0, 3, 0, 64, 5}, {500, 1, 333}}) {
                 auto const batch = cpx::thd::from_lengths(lengths);
                 CAPTURE(support::text(batch));

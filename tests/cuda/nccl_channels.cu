@@ -3,6 +3,8 @@
 // framework, too; rows arrive, of one batch after the other, and captured; ranks that disagree or die are named.
 #include <cpx/cuda/channels.hpp>
 
+#include <support/serial.hpp>
+
 #include "../../harness/graph.hpp"
 #include "member.hpp"
 
@@ -13,6 +15,12 @@ namespace {
 using cpx::index_t;
 using namespace std::chrono_literals;
 namespace cuda = cpx::cuda;
+
+/// Makes rows equal to none, in the order of the stream, so that only those that arrive are right.
+void poison(cuda::buffer<float> const& rows, cudaStream_t stream) {
+    cuda::check(cudaMemsetAsync(rows.data(), 0xff, static_cast<std::size_t>(rows.size()) * sizeof(float), stream),
+                "cudaMemsetAsync");
+}
 
 /// One rank's channels, and rows that it exchanges by them.
 struct rank_on_channels {
@@ -46,7 +54,9 @@ struct rank_on_channels {
         cpx::rows<float> const rows(a.data(), from.rows(comm->rank()), width),
             got(b.data(), to.rows(comm->rank()), width);
         for (int i = 0; i < times; ++i) {
+            poison(b, stream);
             move(rows, got, stream);
+            poison(a, stream);
             move(got, rows, stream, true);
         }
         by->wait(stream);
@@ -55,6 +65,36 @@ struct rank_on_channels {
     }
     cpx::movement_room room() const { return {64, 20007}; }
 };
+
+/// Of heads that several ranks hold, one rank's are sent, and come back; the others become zeros.
+std::string replicas(rank_on_channels& me) {
+    int const ranks = me.comm->ranks();
+    auto const rank = static_cast<std::size_t>(me.comm->rank());
+    auto const batch = cpx::thd::from_lengths(std::vector<index_t>{700, 1, 33});
+    std::vector<cpx::section> const sections{{2 * ranks, 16}, {1, 4}};
+    cpx::head_sharded<> const from(ranks, batch, sections);
+    auto const to = cpx::shard(batch, cpx::striped<>(ranks));
+    std::vector<cpx::plan> plans;
+    std::vector<std::vector<float>> targets;
+    for (int r = 0; r < ranks; ++r) {
+        plans.push_back(cpx::relayout(from, to, r));
+        targets.push_back(whole::take<float>(to, r, sections));
+    }
+    auto const back = support::execute(support::transposed(plans), targets, 0, -1.0f);
+    cpx::plan const& p = plans[rank];
+    cuda::buffer<float> const a{std::span<float const>(whole::take<float>(from, me.comm->rank(), sections))},
+        b(std::ssize(targets[rank]));
+    cpx::rows<float> const source(a.data(), p.source_rows, p.source_width),
+        target(b.data(), p.target_rows, p.target_width);
+    cuda::channel_exchange<float> move(p, 0, *me.by);
+    poison(b, me.stream);
+    move(source, target, me.stream);
+    poison(a, me.stream);
+    move(target, source, me.stream, true);
+    me.by->wait(me.stream);
+    if (b.read() != targets[rank]) return "other heads arrive";
+    return a.read() == back[rank] ? "" : "other heads come back";
+}
 
 std::string moves(int, bool lent) {
     auto world = cpx::nccl::from_environment(60s);
@@ -70,6 +110,7 @@ std::string moves(int, bool lent) {
         move.set(me.plan(first), me.stream);
         if (auto const problem = me.exchange(move, first); !problem.empty()) return problem;
     }
+    if (auto const problem = replicas(me); !problem.empty()) return problem;
     auto const [from, to] = me.shardings(19999);
     int const rank = me.comm->rank();
     auto const target = whole::take<float>(to, rank, me.sections);
@@ -80,7 +121,7 @@ std::string moves(int, bool lent) {
              cpx::rows<float>(y.data(), to.rows(rank), me.width), me.stream);
     });
     for (int again = 0; again < 3; ++again) {
-        cuda::check(cudaMemsetAsync(y.data(), 0xff, target.size() * sizeof(float), me.stream), "cudaMemsetAsync");
+        poison(y, me.stream);
         captured.launch(me.stream);
         me.by->wait(me.stream);
         if (y.read() != target) return "a graph moves other rows";

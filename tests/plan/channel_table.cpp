@@ -115,6 +115,8 @@ TEST_SUITE("plan") {
                     cpx::head_sharded<> const heads(ranks, batch, {{2 * ranks, width}, {4 * ranks, 3}});
                     check(zigzag, heads, 0, sizes);
                     check(heads, striped, 0, sizes);
+                    // of replicas one is sent:
+                    check(cpx::head_sharded<>(ranks, batch, {{2 * ranks, width}, {1, 3}}), striped, 0, sizes);
                 }
             }
         }
