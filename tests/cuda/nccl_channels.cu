@@ -111,7 +111,9 @@ std::string moves(int, bool lent) {
         if (auto const problem = me.exchange(move, first); !problem.empty()) return problem;
     }
     if (auto const problem = replicas(me); !problem.empty()) return problem;
-    auto const [from, to] = me.shardings(19999);
+    auto const shardings = me.shardings(19999);
+    auto const& from = shardings.first;
+    auto const& to = shardings.second;
     int const rank = me.comm->rank();
     auto const target = whole::take<float>(to, rank, me.sections);
     cuda::buffer<float> const x{std::span<float const>(whole::take<float>(from, rank, me.sections))},
