@@ -1091,11 +1091,14 @@ private:
 
 namespace detail {
 
-/// Throws `cpx::error` that names the first offset, or else valid length, in which a batch is not `expected`, that of
-/// `whose`.
-inline void require_batch(char const* where, char const* what, char const* whose, thd const& expected, thd const& got,
-                          caller here) {
-    if (expected == got) return;
+/// Where two batches differ first, and what each has there.
+struct batch_difference {
+    std::string place, expected, got;
+};
+
+/// Returns the first offset, or else valid length, in which two batches differ.
+inline std::optional<batch_difference> first_difference(thd const& expected, thd const& got) {
+    if (expected == got) return {};
     for (bool const valid : {false, true}) {
         auto const number = [&](thd const& batch, index_t i) {
             if (i >= batch.sequences() + !valid) return std::string("none");
@@ -1103,11 +1106,16 @@ inline void require_batch(char const* where, char const* what, char const* whose
         };
         for (index_t i = 0; i <= std::max(expected.sequences(), got.sequences()); ++i)
             if (auto const is = number(got, i), should = number(expected, i); is != should)
-                throw error(where, what,
-                            whose + std::string(valid ? ", valid length " : ", offset ") + std::to_string(i) + ": " +
-                                should,
-                            is, here);
+                return batch_difference{(valid ? "valid length " : "offset ") + std::to_string(i), should, is};
     }
+    return {};
+}
+
+/// Throws `cpx::error` that names where a batch is not `expected`, that of `whose`.
+inline void require_batch(char const* where, char const* what, char const* whose, thd const& expected, thd const& got,
+                          caller here) {
+    if (auto const d = first_difference(expected, got))
+        throw error(where, what, whose + (", " + d->place) + ": " + d->expected, d->got, here);
 }
 
 } // namespace detail
@@ -2929,19 +2937,22 @@ private:
 
 namespace detail {
 
-[[noreturn]] inline void misplaced(char const* where, char const* what, bool same_sharding, int got, int rank,
-                                   char const* whose, caller here) {
-    if (!same_sharding) throw error(where, std::string("sharding of ") + what, whose, "another", here);
-    throw error(where, std::string("rank of ") + what, whose + (", " + std::to_string(rank)), std::to_string(got),
-                here);
+/// Throws that a tensor is sharded in another way, or is of another batch, and where that differs.
+[[noreturn]] inline void other_sharding(char const* where, char const* what, thd const& expected, thd const& got,
+                                        char const* whose, caller here) {
+    auto const d = first_difference(expected, got);
+    throw error(where, std::string("sharding of ") + what, whose,
+                d ? "another: " + d->place + " of the batch is " + d->got + ", not " + d->expected : "another", here);
 }
 
 /// Throws `cpx::error` unless `x` is what `rank` holds under `sharding`, which are those of `whose`.
 template <class T, any_sharding S, any_memory M>
 void require_place(char const* where, char const* what, sharded<T, S, M> const& x, S const& sharding, int rank,
                    char const* whose, caller here) {
-    bool const same = x.sharding() == sharding;
-    if (!same || x.rank() != rank) misplaced(where, what, same, x.rank(), rank, whose, here);
+    if (!(x.sharding() == sharding)) other_sharding(where, what, sharding.batch(), x.sharding().batch(), whose, here);
+    if (x.rank() != rank)
+        throw error(where, std::string("rank of ") + what, whose + (", " + std::to_string(rank)),
+                    std::to_string(x.rank()), here);
 }
 
 /// Throws `cpx::error` unless `x` lies as `other` does, which is `whose`.
@@ -3988,7 +3999,7 @@ private:
         shown as = shown::number;
     };
     meaning const* meaning_of(number n) const {
-        static constexpr auto argument = [](int i) { return static_cast<number>(first_argument + i); };
+        static constexpr auto argument = [](std::size_t i) { return static_cast<number>(first_argument + i); };
         static constexpr std::array meanings{
             meaning{"carry", argument(0), "heads of the state"},
             meaning{"carry", argument(1), "key width of the state"},

@@ -464,6 +464,13 @@ TEST_SUITE("transport") {
                     [&] { cpx::exchange(p, y, x, comm); });
             rejects({"exchange: sharding of the target: expected the plan's, got another"},
                     [&] { cpx::exchange(p, x.view(), y.view(), comm); });
+            index_t const tokens = batch.tokens();
+            auto const later = cpx::shard(cpx::thd({0, 1, tokens}), cpx::table(1, {0, 0}));
+            auto const z = cpx::make_tensor<float>(later, 0, 2);
+            rejects({"exchange: sharding of the source: expected the plan's, got another: offset 1 of the batch is 1, "
+                     "not " +
+                     std::to_string(batch.offset(1))},
+                    [&] { cpx::exchange(p, z, x, comm); });
         });
     }
 

@@ -57,13 +57,15 @@ std::vector<std::string> errors(int ranks, std::chrono::milliseconds deadline, F
 
 bool holds(std::string const& text, std::string const& passage) { return text.find(passage) != std::string::npos; }
 
-enum class fault { deadline, no_ids, ids_of_agreements, byte, forgets, one_forgets, outlives };
+enum class fault { deadline, no_ids, ids_of_agreements, byte, forgets, one_forgets, outlives, overtakes };
 
-/// Threads that wait too long, hide the ids of exchanges or which are agreements, change a byte of what arrives, or
-/// whose `agreed()` is forgotten in calls, by all ranks or by one, or outlives the group.
+/// Threads that wait too long, hide the ids of exchanges or which are agreements, change a byte of what arrives, whose
+/// `agreed()` is forgotten in calls, by all ranks or by one, or outlives the group, or whose long messages are overtaken
+/// by the short ones of the next call.
 struct faulty_threads {
     cpx::threads& comm;
     fault what;
+    std::vector<std::byte> kept = {};
 
     int rank() const { return comm.rank(); }
     int ranks() const { return comm.ranks(); }
@@ -76,7 +78,19 @@ struct faulty_threads {
         if (what == fault::forgets || (what == fault::one_forgets && rank() == 0)) comm.agreed().clear();
         if (what == fault::no_ids) id = {};
         if (what == fault::ids_of_agreements) id[cpx::identity::agreement] = 0;
+        bool const only_sends = sends.size() == 1 && receives.empty();
+        if (what == fault::overtakes && only_sends && sends[0].bytes() == 1 << 17) {
+            kept.resize(1 << 17);
+            cpx::pack(sends[0], kept.data());
+            return;
+        }
         comm.transfer(id, sends, receives);
+        if (!kept.empty() && only_sends) {
+            std::byte const* const bytes = kept.data();
+            cpx::outgoing const late = cpx::consecutive(sends[0].peer, bytes, std::ssize(kept));
+            comm.transfer(id, std::span(&late, 1), {});
+            kept.clear();
+        }
         if (what == fault::byte && !receives.empty())
             cpx::for_each_run(receives.back(), [](std::byte* bytes, std::size_t) { *bytes ^= std::byte{1}; });
     }
@@ -349,6 +363,7 @@ TEST_SUITE("transport") {
         CHECK(wrong_with(fault::outlives) == anew);
         CHECK(wrong_with(fault::deadline) ==
               "a rank that does not come is an error within the deadline; which names it");
+        CHECK(wrong_with(fault::overtakes) == "messages arrive in the order of the calls, short ones behind long ones");
         CHECK(wrong_with(fault::byte)
                   .find("messages of any rows, columns and strides arrive, and nothing else is written; "
                         "messages without bytes") != std::string::npos);

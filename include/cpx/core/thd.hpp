@@ -13,8 +13,10 @@
 #include <cstdint>
 #include <initializer_list>
 #include <memory>
+#include <optional>
 #include <ranges>
 #include <span>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -190,11 +192,14 @@ private:
 
 namespace detail {
 
-/// Throws `cpx::error` that names the first offset, or else valid length, in which a batch is not `expected`, that of
-/// `whose`.
-inline void require_batch(char const* where, char const* what, char const* whose, thd const& expected, thd const& got,
-                          caller here) {
-    if (expected == got) return;
+/// Where two batches differ first, and what each has there.
+struct batch_difference {
+    std::string place, expected, got;
+};
+
+/// Returns the first offset, or else valid length, in which two batches differ.
+inline std::optional<batch_difference> first_difference(thd const& expected, thd const& got) {
+    if (expected == got) return {};
     for (bool const valid : {false, true}) {
         auto const number = [&](thd const& batch, index_t i) {
             if (i >= batch.sequences() + !valid) return std::string("none");
@@ -202,11 +207,16 @@ inline void require_batch(char const* where, char const* what, char const* whose
         };
         for (index_t i = 0; i <= std::max(expected.sequences(), got.sequences()); ++i)
             if (auto const is = number(got, i), should = number(expected, i); is != should)
-                throw error(where, what,
-                            whose + std::string(valid ? ", valid length " : ", offset ") + std::to_string(i) + ": " +
-                                should,
-                            is, here);
+                return batch_difference{(valid ? "valid length " : "offset ") + std::to_string(i), should, is};
     }
+    return {};
+}
+
+/// Throws `cpx::error` that names where a batch is not `expected`, that of `whose`.
+inline void require_batch(char const* where, char const* what, char const* whose, thd const& expected, thd const& got,
+                          caller here) {
+    if (auto const d = first_difference(expected, got))
+        throw error(where, what, whose + (", " + d->place) + ": " + d->expected, d->got, here);
 }
 
 } // namespace detail

@@ -227,19 +227,22 @@ private:
 
 namespace detail {
 
-[[noreturn]] inline void misplaced(char const* where, char const* what, bool same_sharding, int got, int rank,
-                                   char const* whose, caller here) {
-    if (!same_sharding) throw error(where, std::string("sharding of ") + what, whose, "another", here);
-    throw error(where, std::string("rank of ") + what, whose + (", " + std::to_string(rank)), std::to_string(got),
-                here);
+/// Throws that a tensor is sharded in another way, or is of another batch, and where that differs.
+[[noreturn]] inline void other_sharding(char const* where, char const* what, thd const& expected, thd const& got,
+                                        char const* whose, caller here) {
+    auto const d = first_difference(expected, got);
+    throw error(where, std::string("sharding of ") + what, whose,
+                d ? "another: " + d->place + " of the batch is " + d->got + ", not " + d->expected : "another", here);
 }
 
 /// Throws `cpx::error` unless `x` is what `rank` holds under `sharding`, which are those of `whose`.
 template <class T, any_sharding S, any_memory M>
 void require_place(char const* where, char const* what, sharded<T, S, M> const& x, S const& sharding, int rank,
                    char const* whose, caller here) {
-    bool const same = x.sharding() == sharding;
-    if (!same || x.rank() != rank) misplaced(where, what, same, x.rank(), rank, whose, here);
+    if (!(x.sharding() == sharding)) other_sharding(where, what, sharding.batch(), x.sharding().batch(), whose, here);
+    if (x.rank() != rank)
+        throw error(where, std::string("rank of ") + what, whose + (", " + std::to_string(rank)),
+                    std::to_string(x.rank()), here);
 }
 
 /// Throws `cpx::error` unless `x` lies as `other` does, which is `whose`.

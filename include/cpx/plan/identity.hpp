@@ -239,7 +239,7 @@ private:
         shown as = shown::number;
     };
     meaning const* meaning_of(number n) const {
-        static constexpr auto argument = [](int i) { return static_cast<number>(first_argument + i); };
+        static constexpr auto argument = [](std::size_t i) { return static_cast<number>(first_argument + i); };
         static constexpr std::array meanings{
             meaning{"carry", argument(0), "heads of the state"},
             meaning{"carry", argument(1), "key width of the state"},

@@ -231,4 +231,19 @@ inline shape bytes(index_t count) { return {{1}, {count}, 1, true}; }
 
 inline void sleep_up_to(index_t us, dice& roll) { std::this_thread::sleep_for(std::chrono::microseconds(roll(0, us))); }
 
+/// Lets rank 0 be many calls ahead of the last rank, with short messages behind long ones: transports that move the two
+/// in different ways must keep their order, and those with a place for each message must not run out of places.
+template <class Comm>
+std::string far_ahead(Comm& comm) {
+    int const last = comm.ranks() - 1;
+    if (comm.rank() == last) std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    for (index_t call = 0; call < 48; ++call) {
+        auto const problem = transfer(comm, call, [&](int from, int to) {
+            return from == 0 && to == last ? bytes(call % 3 == 0 ? 1 << 17 : 8 + call) : shape{};
+        });
+        if (!problem.empty()) return problem;
+    }
+    return "";
+}
+
 } // namespace cpx::testing::detail

@@ -253,6 +253,7 @@ enum class property {
     rectangles,
     no_bytes,
     no_barrier,
+    order,
     large,
     plans,
     movements,
@@ -269,13 +270,14 @@ struct description {
     property tested;
     char const *duty, *courtesy; ///< null: nothing is tested as one
 };
-inline constexpr std::array<description, 16> descriptions{{
+inline constexpr std::array<description, 17> descriptions{{
     {property::numbers, "ranks are numbered from 0", nullptr},
     {property::agreed, "agreed() is empty at first, is this rank's own, and keeps what is put there", nullptr},
     {property::agreed_anew, "agreed() is empty again in the next group", nullptr},
     {property::rectangles, "messages of any rows, columns and strides arrive, and nothing else is written", nullptr},
     {property::no_bytes, "messages without bytes and calls without messages come to an end", nullptr},
     {property::no_barrier, "calls of some ranks do not wait for the others", nullptr},
+    {property::order, "messages arrive in the order of the calls, short ones behind long ones", nullptr},
     {property::large, "messages of 2 MiB pass each other", nullptr},
     {property::plans, "plans run there and back, and once more", nullptr},
     {property::movements, "a movement runs there and back, for one batch after the other", nullptr},
@@ -326,6 +328,7 @@ std::optional<verdict> test(property tested, Comm& comm, milliseconds deadline) 
     case property::rectangles: return any_rectangles(comm, 1);
     case property::no_bytes: return any_rectangles(comm, 0);
     case property::no_barrier: return alone ? verdict{} : without_barrier(comm);
+    case property::order: return verdict{far_ahead(comm), ""};
     case property::large: return verdict{transfer(comm, 0, [](int, int) { return bytes(1 << 21); }), ""};
     case property::plans: return plans(comm);
     case property::movements: return movements(comm);
