@@ -86,7 +86,7 @@ def main():
         print(f"{ranks} x {torch.cuda.get_device_name()}, torch {torch.__version__}, NCCL {nccl}; bfloat16")
     communicators = {
         blocks: cpx.torch.communicator(dist.new_group(list(range(ranks))), deadline=60.0, blocks=blocks)
-        for blocks in ([int(n) for n in sys.argv[1:]] or [64, 0])
+        for blocks in ([int(n) for n in sys.argv[1:]] or [0, 128])
     }
     for tokens, sequences in ((131072, 8), (131072, 1), (32768, 8)):
         measure(tokens, sequences, 2048, communicators)

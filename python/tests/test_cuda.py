@@ -50,7 +50,7 @@ def comm(tmp_path_factory):
         dist.init_process_group("nccl", init_method=f"file://{store}", rank=0, world_size=1, device_id=device)
     else:
         dist.init_process_group("nccl")
-    made = ct.communicator(deadline=60.0)
+    made = ct.communicator(deadline=60.0, blocks=64)
     assert ct.communicator() is made and (made.rank, made.ranks, made.device) == (rank, world, device)
     yield made
     made.of.leave()
@@ -194,7 +194,7 @@ def write_to_each_other():
 
 def by_messages():
     """Returns a communicator of all ranks that exchanges by NCCL's messages alone. Collective."""
-    made = ct.communicator(dist.new_group(list(range(world))), deadline=60.0, blocks=0)
+    made = ct.communicator(dist.new_group(list(range(world))), deadline=60.0)
     assert made.exchange_path == "undecided"
     return made
 
@@ -1270,7 +1270,7 @@ def test_a_wrong_call_is_named_with_its_line_and_moves_nothing(comm):
     for text, call in wrong_calls(comm):
         with pytest.raises(cpx.Error) as raised:
             call()
-        assert re.match(r"^test_cuda.py:[0-9]+: (cuda::)?(" + text + ")", str(raised.value)), str(raised.value)
+        assert re.match(r"^test_cuda.py:[0-9]+: (cuda::)?(channel_)?(" + text + ")", str(raised.value)), str(raised.value)
     batch = batches[0]
     s = cpx.shard(batch, cpx.zigzag(world))
     x = share(s, numbers(batch.tokens, 4).float())
@@ -1344,7 +1344,7 @@ leaving = """
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     dist.init_process_group("nccl")
-    comm = ct.communicator(deadline=15.0)
+    comm = ct.communicator(deadline=15.0, blocks=64)
     batch = cpx.thd([0, 64])
     s, t = cpx.shard(batch, cpx.zigzag(2)), cpx.shard(batch, cpx.sequential(2))
     x = torch.ones(s.rows(rank), 8, device=device)
@@ -1400,7 +1400,7 @@ ending = """
     torch.cuda.set_device(0)
     at = f"file://{tempfile.mkdtemp()}/store"
     dist.init_process_group("nccl", init_method=at, rank=0, world_size=1)
-    comm = ct.communicator(deadline=60.0)
+    comm = ct.communicator(deadline=60.0, blocks=64)
     batch = cpx.thd([0, 64])
     s, t = cpx.shard(batch, cpx.zigzag(1)), cpx.shard(batch, cpx.sequential(1))
     x, weight = (torch.ones(n, 4096, device="cuda", requires_grad=True) for n in (64, 4))

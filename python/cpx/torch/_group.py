@@ -29,16 +29,17 @@ def device_extension(where):
     return _cuda
 
 
-def communicator(group=None, deadline=600.0, blocks=64):
+def communicator(group=None, deadline=600.0, blocks=0):
     """Returns the communicator of this rank, which every operator takes.
 
     group: what `cpx.run` hands to a rank that is a thread, for tensors on the CPU; or a group of torch.distributed, by
     default that of all, for tensors on the current CUDA device. Its own NCCL communicator is used where torch gives it
     (2.8 and later), else one is made over its store. Collective; a second call returns the first one's.
     deadline: the longest, in seconds, that a rank of a group waits for the others.
-    blocks: multiprocessors that an exchange takes where the ranks' GPUs write to each other's memory, the same on all
-    ranks; see `Communicator.exchange_path`. Kernels in which ranks wait for each other, those of NCCL in other streams,
-    too, must all find room at once. 0: exchanges by NCCL's messages alone.
+    blocks: 0, and exchanges are NCCL's messages; else, where the ranks' GPUs write to each other's memory, one kernel
+    that takes so many multiprocessors, the same number on all ranks; see `Communicator.exchange_path`. Kernels in which
+    ranks wait for each other, those of NCCL in other streams, too, must then all find room at once. 128 are faster than
+    messages (python/bench/relayout_cuda.py), 64 are not.
     Raises cpx.Error if there is no group, none of NCCL, or if this cpx was built without CUDA.
     """
     if isinstance(group, Communicator):
@@ -64,7 +65,7 @@ def _leave_all():
         comm.of.leave()
 
 
-def _of(group, deadline=600.0, blocks=64):
+def _of(group, deadline=600.0, blocks=0):
     try:
         backend = group._get_backend(torch.device("cuda"))
     except RuntimeError:
@@ -82,7 +83,7 @@ def _of(group, deadline=600.0, blocks=64):
     return by.nccl_adopt(torch.Tensor, backend._comm_ptr(), device, deadline, blocks)
 
 
-def _over_store(group, device, deadline, blocks=64):
+def _over_store(group, device, deadline, blocks=0):
     """Returns the rank of a communicator of its own, whose ranks find each other by the store of their group."""
     by = device_extension(_where)
     store, key = dist.distributed_c10d._get_process_group_store(group), "cpx/nccl"
