@@ -37,7 +37,7 @@ void check_transport() {
     CHECK_MESSAGE(found.all_duties(), found.text());
     for (auto const& f : found.findings)
         if (f.property == "which names it") CHECK_MESSAGE(f.problem.empty(), found.text());
-    CHECK(found.findings.size() == 15);
+    CHECK(found.findings.size() == 16);
 }
 
 } // namespace

@@ -22,6 +22,6 @@ TEST_SUITE("cuda") {
         };
         auto const found = cpx::testing::check_transport(run);
         CHECK_MESSAGE(found.all_duties(), found.text());
-        CHECK(found.findings.size() == 15);
+        CHECK(found.findings.size() == 16);
     }
 }

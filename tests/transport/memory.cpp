@@ -95,7 +95,7 @@ TEST_SUITE("transport") {
             auto const found = cpx::testing::check_transport(run, std::chrono::milliseconds(200));
             CHECK_MESSAGE((found.all_duties() && found.all_courtesies()), ranks << " ranks\n" << found.text());
             CHECK(found.text().find("agreed") == std::string::npos); // which only transports of the host have
-            CHECK(found.findings.size() == 15);
+            CHECK(found.findings.size() == 16);
         }
     }
 

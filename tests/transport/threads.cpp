@@ -60,8 +60,8 @@ bool holds(std::string const& text, std::string const& passage) { return text.fi
 enum class fault { deadline, no_ids, ids_of_agreements, byte, forgets, one_forgets, outlives, overtakes };
 
 /// Threads that wait too long, hide the ids of exchanges or which are agreements, change a byte of what arrives, whose
-/// `agreed()` is forgotten in calls, by all ranks or by one, or outlives the group, or whose long messages are overtaken
-/// by the short ones of the next call.
+/// `agreed()` is forgotten in calls, by all ranks or by one, or outlives the group, or whose long messages the short
+/// ones of the next call overtake.
 struct faulty_threads {
     cpx::threads& comm;
     fault what;
