@@ -2844,9 +2844,10 @@ struct no_tensor : refused {
         throw;
     }
 };
-/// A struct that can deduce nothing says it once for all its fields.
-template <class T, class View>
-using said_of = std::conditional_t<std::same_as<std::remove_const_t<T>, refused>, rows<refused>, View>;
+/// A struct says it once for all its fields of a type, const or not; one that can deduce nothing, for all.
+template <class T, class S, class M>
+using said_of = std::conditional_t<std::same_as<std::remove_const_t<T>, refused>, rows<refused>,
+                                   sharded<std::remove_const_t<T>, S, M>>;
 template <class Of>
 no_tensor<Of> no_field() {
     static_assert(never<Of>, "cpx: a struct of tensors lacks one, or is given what is none; view other memory as "
@@ -2902,12 +2903,12 @@ struct sharded_field : sharded<T, S, M> {
     sharded_field(rows<T> data, S sharding, int rank, caller here = caller::here())
         requires std::default_initializable<M>
         : sharded<T, S, M>(data, std::move(sharding), rank, here) {}
-    sharded_field() : seen(detail::no_field<detail::said_of<T, seen>>()) {}
+    sharded_field() : seen(detail::no_field<detail::said_of<T, S, M>>()) {}
     template <class X>
     sharded_field(X&& x) : seen(detail::view_field<seen>(std::forward<X>(x))) {}
     template <class X, class Y, class... More>
         requires(!std::convertible_to<X, rows<T>>)
-    sharded_field(X const&, Y const&, More const&...) : seen(detail::no_field<detail::said_of<T, seen>>()) {}
+    sharded_field(X const&, Y const&, More const&...) : seen(detail::no_field<detail::said_of<T, S, M>>()) {}
 
 private:
     using seen = sharded<T, S, M>;
@@ -2923,10 +2924,10 @@ struct sharded_fields : std::array<sharded<T, S>, N> {
     sharded_fields(std::array<X, N> const& list) : sharded_fields(list, std::make_index_sequence<N>{}) {}
     template <class X>
         requires(N != 1 || !sharded_like<X>)
-    sharded_fields(X const&) : fields(detail::no_field<detail::said_of<T, fields>>()) {}
+    sharded_fields(X const&) : fields(detail::no_field<detail::said_of<T, S, host_memory>>()) {}
     template <class... X>
         requires(sizeof...(X) != 1 && !(sizeof...(X) == N && (sharded_like<X> && ...)))
-    sharded_fields(X&&...) : fields(detail::no_field<detail::said_of<T, fields>>()) {}
+    sharded_fields(X&&...) : fields(detail::no_field<detail::said_of<T, S, host_memory>>()) {}
 
 private:
     using fields = std::array<sharded<T, S>, N>;

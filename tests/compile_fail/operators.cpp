@@ -205,6 +205,16 @@ void of_other_weights(cpx::halo_plan<everywhere> const& plan, view<everywhere> x
     cpx::causal_conv1d(plan, x, w, {}, silu, x, comm);
 }
 
+// expect: a struct of tensors lacks one
+void no_gradients(cpx::carry_plan<cpx::scan, zigzag> const& plan, cpx::delta_rule_tensors<float, zigzag> const& t,
+                  cpx::delta_rule_gradient_tensors<float, zigzag> const& to, cpx::threads& comm) {
+#ifdef CPX_GOOD
+    cpx::gated_delta_rule_backward(plan, t, to, {}, {}, comm);
+#else
+    cpx::gated_delta_rule_backward(plan, t, {}, {}, {}, comm);
+#endif
+}
+
 // expect: gated_delta_rule_backward wants a carry_plan
 void of_a_halo(carries const& plan, cpx::delta_rule_tensors<float, zigzag> const& t,
                cpx::delta_rule_gradient_tensors<float, zigzag> const& to, cpx::threads& comm) {
