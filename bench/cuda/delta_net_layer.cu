@@ -346,6 +346,7 @@ int main(int argc, char**) try {
         for (int const code : processes::run(ranks, [&](int rank) { return measure(rank, ranks); }))
             if (code != 0) return 1;
     }
+    return 0;
 } catch (std::exception const& error) {
     std::fprintf(stderr, "bench.cuda.delta_net_layer: %s\n", error.what());
     return 1;

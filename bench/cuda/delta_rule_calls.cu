@@ -76,6 +76,7 @@ int main(int argc, char** argv) try {
             time(comm, lengths, {16, 32, 128, 128}, normalise, false);
     }
     comm.wait();
+    return 0;
 } catch (std::exception const& error) {
     std::fprintf(stderr, "bench.cuda.delta_rule_calls: %s\n", error.what());
     return 1;

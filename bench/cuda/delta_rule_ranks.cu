@@ -81,6 +81,7 @@ int main(int argc, char**) try {
     if (gpus < 2) return std::printf("cpx: skipped, 2 GPUs wanted, %d found\n", gpus), 0;
     for (int const code : processes::run(gpus, run))
         if (code != 0) return 1;
+    return 0;
 } catch (std::exception const& error) {
     std::fprintf(stderr, "bench.cuda.delta_rule_ranks: %s\n", error.what());
     return 1;

@@ -297,6 +297,7 @@ int main(int argc, char** argv) try {
     }
     for (int const code : processes::run(*ranks, [&](int rank) { return run(rank, *blocks); }))
         if (code != 0) return 1;
+    return 0;
 } catch (std::exception const& error) {
     std::fprintf(stderr, "bench.cuda.exchange: %s\n", error.what());
     return 1;

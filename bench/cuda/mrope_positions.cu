@@ -16,7 +16,7 @@ using cpx::index_t;
 using cpx::cuda::buffer;
 namespace cuda = cpx::cuda;
 
-constexpr index_t tokens = 131072, sequences = 64, images = 600, videos = 100, frames = 4;
+constexpr index_t tokens = 131072, sequences = 64, image_count = 600, video_count = 100, frames = 4;
 constexpr cpx::media_tokens placeholders{151655, 151656};
 
 /// A packing: in every sequence 9 or 10 images and 1 or 2 videos, whose frames have 3 tokens of text between them.
@@ -38,12 +38,12 @@ struct packing {
             index_t const length = odd ? 2 * mean - (offsets[offsets.size() - 1] - offsets[offsets.size() - 2])
                                        : random(mean - 400, mean + 400);
             auto const share = [&](index_t all) { return all * (s + 1) / sequences - all * s / sequences; };
-            for (index_t i = 0; i < share(::images); ++i) {
+            for (index_t i = 0; i < share(image_count); ++i) {
                 of_images.push_back({1, 2 * random(4, 9), 2 * random(4, 9)});
                 put(7, 3);
                 put(placeholders.image, of_images.back().height * of_images.back().width / 4);
             }
-            for (index_t i = 0; i < share(::videos); ++i) {
+            for (index_t i = 0; i < share(video_count); ++i) {
                 of_videos.push_back({frames, 2 * random(4, 9), 2 * random(4, 9)});
                 for (index_t frame = 0; frame < frames; ++frame) {
                     put(7, 3);
@@ -89,8 +89,8 @@ int main(int argc, char** argv) {
     if (int const code = timing::refusal(argc, argv); code >= 0) return code;
     cuda::stream const stream;
     packing const first(1), second(2);
-    cuda::rank_positions p({tokens, sequences, sequences, images, videos}, 0, 1);
-    buffer<std::int64_t> ids(tokens), offsets(sequences + 1), of_images(3 * images), of_videos(3 * videos);
+    cuda::rank_positions p({tokens, sequences, sequences, image_count, video_count}, 0, 1);
+    buffer<std::int64_t> ids(tokens), offsets(sequences + 1), of_images(3 * image_count), of_videos(3 * video_count);
     auto const write = [&](packing const& b) {
         ids.write(b.ids), offsets.write(b.batch.offsets());
         of_images.write(b.images), of_videos.write(b.videos);
@@ -119,8 +119,8 @@ int main(int argc, char** argv) {
     auto const us = [&](auto&& f) { return 1e3f * timing::median_ms(stream, f, [&] { stream.synchronize(); }); };
     std::printf("%s: %ld tokens, %ld sequences, %ld images, %ld videos of %ld frames; wrong numbers: %ld, of another "
                 "packing %ld\n",
-                timing::device_name().c_str(), long(tokens), long(sequences), long(images), long(videos), long(frames),
-                long(wrong[0]), long(wrong[1]));
+                timing::device_name().c_str(), long(tokens), long(sequences), long(image_count), long(video_count),
+                long(frames), long(wrong[0]), long(wrong[1]));
     float const figure = us([&] { all.launch(stream); });
     std::printf("%-64s %8.1f us\n", "a graph: grids, segments from cu_seqlens, counts, positions", figure);
     std::printf("%-64s %8.1f us\n", "a graph: without segments", us([&] { without.launch(stream); }));

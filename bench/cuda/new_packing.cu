@@ -213,6 +213,7 @@ int main() try {
     }
     for (int const code : processes::run(gpus, run))
         if (code != 0) return 1;
+    return 0;
 } catch (std::exception const& error) {
     std::fprintf(stderr, "bench.cuda.new_packing: %s\n", error.what());
     return 1;
