@@ -148,10 +148,10 @@ private:
     /// Attention over what has come, of queries, keys and values on `on`, which are kept there.
     template <class On, class Q, class K, class O>
     void attend(index_t layer, On const& on, Q const& q, K const& k, K const& v, O to) {
-        auto& cache = kept_.keys.try_emplace(layer, heads_, on, at_.rank.rank()).first->second;
+        auto& cache = kept_.keys.try_emplace(layer, heads_, on, at_.rank.comm).first->second;
         cache.append(k, v);
-        cpx::cached_attention(on, at_.rank.rank())(cache, q, 1 / std::sqrt(static_cast<double>(heads_.dim)), to,
-                                                   at_.rank.comm);
+        cpx::cached_attention(on, at_.rank.comm)(cache, q, 1 / std::sqrt(static_cast<double>(heads_.dim)), to,
+                                                 at_.rank.comm);
     }
 
     qwen::tape<rank_type> at_; ///< whose way back nobody goes

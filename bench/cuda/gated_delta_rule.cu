@@ -74,7 +74,7 @@ double time(bool back, work const& w, bool decays, double rate, gpu::stream cons
         rows<element> const of_q(dq.data(), tokens, key_heads * dim), of_k(dk.data(), tokens, key_heads * dim);
         rows<float> const of_g(dg.data(), tokens, value_heads), of_beta(dbeta.data(), tokens, value_heads);
         if (!erases) {
-            gpu::head_decay_input<element> const decaying{in.q, in.k, in.v, in.g, in.offsets};
+            gpu::gated_delta_rule_input<element> const decaying{in.q, in.k, in.v, in.g, {}, in.offsets};
             path = !back ? gpu::head_decay_attention<element>(shape, decaying, values, all(last), all(space), stream)
                          : gpu::head_decay_attention_backward<element>(shape, decaying, of_o, all(last),
                                                                        {of_q, of_k, values, of_g}, all(space), stream);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a new packing costs the host: a relayout there and back, a halo and a carry, while the device is busy; a
-// thousand of them in turn. What one costs to heads and back.
+// thousand of them in turn. What one costs to heads and back, and under shardings of which the host lists plans.
 // One process a GPU: `bench.cuda.new_packing`.
 #include <cpx/cpx.hpp>
 #include <cpx/cuda/shared_communicator.hpp>
@@ -47,11 +47,12 @@ double held() {
 }
 
 using element = std::uint16_t; // bf16, as far as movement is concerned
-constexpr index_t tokens = 32768, sequences = 64, width = 2048, state = 16384, rounds = 1000, busy_rounds = 240;
+constexpr index_t tokens = 32768, sequences = 64, width = 2048, state = 16384, busy_rounds = 240;
 
 /// Returns packing i: every one another, as many tokens in as many sequences.
 cpx::thd packing(index_t i) {
     std::vector<index_t> lengths(static_cast<std::size_t>(sequences), tokens / sequences);
+    lengths.front() += 100, lengths.back() -= 100; // the middle of the batch is not the end of a sequence
     auto const s = static_cast<std::size_t>(i / 500);
     lengths[s] += i % 500, lengths[s + 1] -= i % 500;
     return cpx::thd::from_lengths(lengths);
@@ -103,14 +104,14 @@ std::string heads_on(cuda::communicator& comm, timing::limits& limits) {
     return "";
 }
 
-/// Moves a thousand packings there and back, with halos and carries, and prints what new ones cost the host.
-template <class Comm>
-std::string run_on(Comm& comm, char const* how, timing::limits& limits) {
+/// Moves packings from `zigzag(batch)` to `sequential(batch)` and back, with halos and carries of the latter, and prints
+/// what new ones cost the host.
+template <class Comm, class From, class To>
+std::string run_on(Comm& comm, char const* how, timing::limits& limits, From const& zigzag, To const& sequential,
+                   index_t rounds = busy_rounds) {
     int const rank = comm.rank(), ranks = comm.ranks();
-    auto const zigzag = [&](cpx::thd const& batch) { return cpx::shard(batch, cpx::zigzag<>(ranks)); };
-    auto const sequential = [&](cpx::thd const& batch) { return cpx::shard(batch, cpx::sequential<>(ranks)); };
     auto const first = packing(0);
-    cpx::capacity const most{tokens / ranks + 8 * sequences, sequences};
+    cpx::capacity const most{tokens / ranks + 128 * sequences, sequences};
     auto move = cpx::make_movement<element>(zigzag(first), sequential(first), width, most, comm);
     auto halos = cpx::make_movement<element>(cpx::halo(sequential(first), rank, 3), width, most, comm);
     auto carries =
@@ -194,11 +195,33 @@ std::string run(int rank) {
                     timing::device_name().c_str(), joined->ranks(), long(tokens), long(sequences), long(width),
                     long(sequences), long(busy_rounds - 40));
     cuda::communicator sends(*joined, stream);
-    auto problem = run_on(sends, "by send and receive", limits);
+    auto const of = [&](auto layout, auto cut) {
+        return [=](cpx::thd const& batch) { return cpx::shard(batch, layout, cut); };
+    };
+    auto const over_batch = [&](auto layout, auto cut) {
+        return [=](cpx::thd const& batch) { return cpx::shard<cpx::scope::batch>(batch, layout, cut); };
+    };
+    cpx::zigzag<> const zigzag(joined->ranks());
+    cpx::sequential<> const sequential(joined->ranks());
+    cpx::balanced const balanced;
+    cpx::aligned<64> const aligned;
+    auto const by_length = [](index_t n) { return n % 4 == 0; };
+    auto const from = of(zigzag, balanced);
+    auto const to = of(sequential, balanced);
+    auto problem = run_on(sends, "by send and receive", limits, from, to, 1000);
     if (problem.empty()) problem = heads_on(sends, limits);
+    auto const listed = [&](char const* what, auto const& x, auto const& y) {
+        if (problem.empty()) problem = run_on(sends, what, limits, x, y);
+    };
+    listed("each sequence, aligned", of(zigzag, aligned), of(sequential, aligned));
+    listed("the batch", over_batch(zigzag, balanced), over_batch(sequential, balanced));
+    listed("the batch, aligned", over_batch(zigzag, aligned), over_batch(sequential, aligned));
+    listed("each sequence to the batch", from, over_batch(sequential, balanced));
+    listed("by_length to each sequence", of(cpx::by_length{zigzag, sequential, by_length}, balanced), to);
+    listed("each sequence to by_length", to, of(cpx::by_length{zigzag, sequential, by_length}, balanced));
     cuda::shared_memory memory(*joined, index_t{400} << 20);
     cuda::shared_communicator shares(memory, stream);
-    if (problem.empty()) problem = run_on(shares, "relayouts through the window", limits);
+    if (problem.empty()) problem = run_on(shares, "relayouts through the window", limits, from, to, 1000);
     if (rank == 0) limits.print();
     return problem;
 }

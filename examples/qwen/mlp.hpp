@@ -97,7 +97,7 @@ private:
         });
     }
     /// Adds the gradients of x and of the weight.
-    void linear_backward(cpx::weight_sums<S> const& sums, rows x, char const* of, rows dy, rows dx) const {
+    void linear_backward(auto const& sums, rows x, char const* of, rows dy, rows dx) const {
         each_expert(*experts_, weight(of), dy.width(), [&](auto const& w, index_t row, index_t count) {
             at_.rank.linear_backward_input(dy.sub(row, count), w, dx.sub(row, count));
         });

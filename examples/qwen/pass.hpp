@@ -65,7 +65,7 @@ private:
         auto const h = at_.make(ids.sharding(), *at_.rank.model.config.hidden_size);
         gather_rows<T>(at_.rank.memory(), at_.rank.weight(name), ids.elements(), h->data());
         at_.back([=, this, &ids] {
-            auto const whole = at_.sums(ids.sharding()).whole(ids, at_.rank.comm);
+            auto const whole = at_.sums(ids.sharding()).whole(ids);
             auto const own = at_.share(h->grad(), h->width());
             auto const to = at_.grads.of(name).columns(own.share.first, own.share.size());
             at_.each_column(to, rowwise::add_rows<T, W>{own.data, whole.data.data(), to});

@@ -202,7 +202,7 @@ public:
             rank.linear(x->data(), w, y->data().columns(first, w.count()));
         });
         back([=, this] {
-            if (!x->whole) x->whole = sums(x->value.sharding()).whole(x->value, rank.comm);
+            if (!x->whole) x->whole = sums(x->value.sharding()).whole(x->value);
             each_weight([&](auto const& name, const_rows w, index_t first) {
                 auto const dy = y->grad().columns(first, w.count());
                 auto const own = share(dy, w.count());
@@ -233,14 +233,11 @@ public:
         return y;
     }
 
-    template <class S>
-    cpx::weight_sums<S> sums(S const& sharding) const {
-        return {sharding, rank.rank(), order_};
-    }
+    auto sums(cpx::any_sharding auto const& sharding) const { return cpx::weight_sums(sharding, order_, rank.comm); }
     /// Returns the rows of a gradient of which this rank adds up its share.
     template <class X>
     auto share(X const& x, index_t columns) const {
-        return sums(x.sharding()).share(x, columns, rank.comm);
+        return sums(x.sharding()).share(x, columns);
     }
     /// Adds the terms of all rows to a gradient of as many elements.
     template <class X>

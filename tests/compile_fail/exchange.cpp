@@ -201,6 +201,9 @@ void makes(zigzag const& from, sequential const& to) { cpx::make_movement<float>
 // expect: check_transport.run. wants what runs a program
 auto checks(cpx::threads& comm) { return cpx::testing::check_transport(comm); }
 
+// expect: make_rows<T>.comm, count, width. wants a cpx::transport
+auto rows_without_ranks = cpx::make_rows<float>(2, 3, 4);
+
 // expect: set_together.comm, f. wants a cpx::transport and what sets movements
 void sets(cpx::threads& comm) { cpx::set_together(comm, 4); }
 #endif

@@ -252,7 +252,7 @@ void loss(view<other> logp, numbers of, cpx::threads& comm) { cpx::mean_token_lo
 void loss_backward(numbers of, view<other> dlogp) { cpx::mean_token_loss_backward({}, of, 1, dlogp); }
 
 // expect: weight_sums of a tensor that is not sharded as these sums
-void sums(cpx::weight_sums<zigzag> const& of, view<other> x, cpx::threads& comm) { of.whole(x, comm); }
+void sums(cpx::weight_sums<zigzag, cpx::threads> const& of, view<other> x) { of.whole(x); }
 
 // expect: cpx: rotary wants x of y's elements, and a y that is not const and has a name
 void results(cpx::tensor<float, zigzag> const& x, cpx::tensor<float, zigzag>& y) {
@@ -303,15 +303,15 @@ void over_caches(cpx::attention_cache<float>& cache, cpx::cached_attention<zigza
     attend(cache, q, 1, q);
 }
 
-// expect: cached_attention.queries, rank. wants on what queries are sharded
-// expect: attention_cache<T>.heads, sharding, rank. wants attention_heads
+// expect: cached_attention.queries, comm. wants on what queries are sharded
+// expect: attention_cache<T>.heads, sharding, comm. wants attention_heads
 // expect: an attention_cache cannot tell its elements
 // expect: a gated_delta_net_cache cannot tell its elements
-// expect: attention_cache<T>.heads, sharding, rank. wants attention_heads
-void caches(held_twice q) {
-    cpx::cached_attention of_a_tensor(q, 0);
-    cpx::attention_cache<float> cache(q.sharding(), 0);
-    cpx::attention_cache of_no_type(heads, q.sharding(), 0);
+// expect: attention_cache<T>.heads, sharding, comm. wants attention_heads
+void caches(held_twice q, cpx::threads& comm) {
+    cpx::cached_attention of_a_tensor(q, comm);
+    cpx::attention_cache<float> cache(heads, q.sharding(), 0);
+    cpx::attention_cache of_no_type(heads, q.sharding(), comm);
     cpx::gated_delta_net_cache states_of_no_type(cpx::gated_delta_net_config(), q.sharding(), 0);
     cpx::attention_cache<double> of_nothing;
 }
@@ -346,13 +346,13 @@ void features(cpx::sharded_positions<zigzag> const& positions, held_twice x) {
 // expect: mean_token_loss_backward.loss, labels, upstream, dlogp. wants what the forward returned
 // expect: mean_token_loss_backward.loss, labels, upstream, dlogp. wants what the forward returned
 // expect: mean_token_loss_backward.loss, labels, upstream, dlogp. wants what the forward returned
-// expect: balance_loss_backward.loss, of, sharding, rank, dloss, dlogits. wants the expert_choices
+// expect: balance_loss_backward.loss, of, sharding, dloss, dlogits. wants the expert_choices
 void losses(held_twice logp, labels_of labels, cpx::threads& comm) {
     auto const loss = cpx::mean_token_loss(logp, labels, comm);
     cpx::mean_token_loss_backward(loss, labels, 1, logp);
     cpx::mean_token_loss_backward({}, logp, logp);
     cpx::mean_token_loss_backward(labels, {}, 1, logp);
-    cpx::balance_loss_backward(cpx::expert_choices<float>(), cpx::balance_loss<float>(), logp.sharding(), 0, 1, logp);
+    cpx::balance_loss_backward(cpx::expert_choices<float>(), cpx::balance_loss<float>(), logp.sharding(), 1, logp);
 }
 
 // expect: mrope_positions.media, ids, tokens, comm. wants cpx::media
@@ -366,8 +366,12 @@ void places(cpx::media const& m, std::vector<int> const& ids, held_twice x, cpx:
     cpx::mrope_positions(x.sharding().batch(), m, ids, {.image = 100});
 }
 
-// expect: weight_sums take tensors and a cpx::transport
-void shares(cpx::weight_sums<zigzag> const& of, held_twice x, cpx::threads& comm) { of.whole(x.data(), comm); }
+// expect: weight_sums take tensors
+// expect: weight_sums take tensors
+void shares(cpx::weight_sums<zigzag, cpx::threads> const& of, held_twice x, cpx::threads& comm) {
+    of.whole(x.data());
+    of.whole(x, comm);
+}
 
 // expect: a gated_delta_net takes its weights, tensors x and y and a cpx::transport
 void layers(layer const& l, weights const& w, held_twice x, cpx::threads& comm) { l(w, x.data(), x, comm); }
@@ -379,11 +383,11 @@ layer of_nothing;
 layer const of_a_batch(cpx::thd(), 0);
 cpx::gated_delta_net const of_no_carry(zigzag(cpx::thd(), cpx::zigzag<4>{}), 0, cpx::gated_delta_net_config{});
 
-// expect: weight_sums.sharding, rank, order. wants the rows' sharding
-// expect: weight_sums::experts.at, x, dy, dweight, comm. wants expert_rows or an expert_exchange
+// expect: weight_sums.sharding, order, comm. wants the rows' sharding
+// expect: weight_sums::experts.at, x, dy, dweight, all. wants expert_rows or an expert_exchange
 void adds(held_twice x, cpx::expert_rows const& at, cpx::rows<float> dw, cpx::threads& comm) {
-    cpx::weight_sums of(x.sharding(), cpx::sum_order::by_row);
-    cpx::weight_sums<zigzag>(x.sharding(), 0, cpx::sum_order::by_row).experts(at, x, x, dw, comm);
+    cpx::weight_sums of(x.sharding(), 0, cpx::sum_order::by_row);
+    cpx::weight_sums(x.sharding(), cpx::sum_order::by_row, comm).experts(at, x, x, dw, comm);
 }
 
 // expect: expert_exchange.chosen, experts, places, comm. wants rows of index_t
@@ -476,12 +480,12 @@ void of_one_head(held_twice x, labels_of positions, std::vector<float>& out) {
 
 // expect: local_rows.sharding, rank, sections, weight. wants a sharding
 // expect: add_local_rows.sharding, rank, sections, local, weight. wants a sharding
-// expect: sum_readers<T>.sharding, rank, shared, readers, width, terms, sums, comm. wants rows
+// expect: sum_readers<T>.sharding, shared, readers, width, terms, sums, comm. wants rows
 // expect: gated_delta_net_relayout.from, to, rank, config. wants two shardings
 void of_heads(zigzag const& sharding, held_twice x, cpx::threads& comm) {
     cpx::local_rows(sharding, 0, sharding.sections(), x);
     cpx::add_local_rows(sharding, 0, sharding.sections(), x.data());
-    cpx::sum_readers(sharding, 0, 1, 1, 4, x, x, comm);
+    cpx::sum_readers(sharding, 1, 1, 4, x, x, comm);
     cpx::gated_delta_net_relayout of_a_batch(cpx::thd(), sharding, 0, cpx::gated_delta_net_config());
 }
 

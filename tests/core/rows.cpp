@@ -2,6 +2,7 @@
 #include <cpx/core/rows.hpp>
 
 #include <cpx/core/overlap.hpp>
+#include <cpx/core/row_buffer.hpp>
 
 #include <doctest/doctest.h>
 
@@ -188,6 +189,19 @@ TEST_SUITE("core") {
             rejects({"rows.cpp", "f: memory: expected 9007199254740992 bytes, got less than that"}, [] {
                 zeros<double>("f", {1 << 25, 1 << 25});
             });
+    }
+
+    TEST_CASE("rows that own their elements are written and read whole, and only whole") {
+        cpx::row_buffer<int> buffer(2, 3), none;
+        CHECK(buffer.read() == std::vector<int>(6));
+        buffer.write(counted(6));
+        CHECK(buffer.view()(1, 0) == 3);
+        buffer.elements()[3] = 7;
+        CHECK(buffer.read() == std::vector{0, 1, 2, 7, 4, 5});
+        rejects({"rows.cpp", "row_buffer: elements to write: expected 6, got 5"}, [&] { buffer.write(counted(5)); });
+        rejects({"row_buffer: elements to write: expected 0, got 1"}, [&] { none.write(counted(1)); });
+        none.write({});
+        CHECK((none.read().empty() && none.elements().empty()));
     }
 
     TEST_CASE("rows beyond 2^31 elements have 64-bit addresses") {

@@ -59,7 +59,7 @@ numbers converse(problem const& p, lists const& prompt, int ranks, Prefill const
         cuda::stream const stream;
         threads_on_gpu comm(threads, stream);
         auto const kept = prefill(tokens(p, lists(prompt.size()), prompt).first.batch).keys;
-        device_cache<T> cache(p.heads, kept, comm.rank(), comm.memory());
+        device_cache<T> cache(p.heads, kept, comm);
         lists all, done(prompt.size()), next = prompt;
         for (index_t s = 0; s < p.batch.sequences(); ++s) all.push_back(p.batch.length(s));
         auto const step = [&](auto const& how) {
@@ -71,7 +71,7 @@ numbers converse(problem const& p, lists const& prompt, int ranks, Prefill const
             auto const q = take<T>(now.q, p.queries(), queries, comm);
             auto o = room<T>(p.queries(), queries, comm);
             cache.append(k, v);
-            cpx::cached_attention(queries, comm.rank())(cache, q, p.scale, o, comm);
+            cpx::cached_attention(queries, comm)(cache, q, p.scale, o, comm);
             results partial(now);
             partial.put(0, o, p.queries());
             auto const held = on_ranks::columns(queries, comm.rank(), {p.queries()});
@@ -195,31 +195,30 @@ TEST_SUITE("cuda") {
         auto const make = [&](cudaStream_t in, index_t width) {
             return cpx::make_tensor<float>(whole, 0, width, cuda::memory(in));
         };
-        device_cache<float> cache({4, 2, 2}, whole, 0, cuda::memory(stream)),
-            wide({1, 1, 257}, whole, 0, cuda::memory(stream));
-        auto const k = make(stream, 4), later = make(other, 4), wide_k = make(stream, 257);
-        support::rejects(
-            {"attention_cache.cu", "attention_cache: memory of k: expected that of this cache, in its stream"},
-            [&] { cache.append(later, later); });
-        support::rejects({"attention_cache.cu", "attention_cache: memory of v: expected that of k, in its stream"},
-                         [&] { cache.append(k, later); });
-        support::rejects({"attention_cache.cu", "attention_cache: shape of k: expected (11, 4), got (11, 257)"},
-                         [&] { cache.append(wide_k, wide_k); });
-        CHECK(cache.length(0) == 0);
-        cache.append(k, k);
-        wide.append(wide_k, wide_k);
         cpx::threads::run(1, [&](cpx::threads& threads) {
             threads_on_gpu comm(threads, stream);
+            device_cache<float> cache({4, 2, 2}, whole, comm), wide({1, 1, 257}, whole, comm);
+            auto const k = make(stream, 4), later = make(other, 4), wide_k = make(stream, 257);
+            support::rejects(
+                {"attention_cache.cu", "attention_cache: memory of k: expected that of this cache, in its stream"},
+                [&] { cache.append(later, later); });
+            support::rejects({"attention_cache.cu", "attention_cache: memory of v: expected that of k, in its stream"},
+                             [&] { cache.append(k, later); });
+            support::rejects({"attention_cache.cu", "attention_cache: shape of k: expected (11, 4), got (11, 257)"},
+                             [&] { cache.append(wide_k, wide_k); });
+            CHECK(cache.length(0) == 0);
+            cache.append(k, k);
+            wide.append(wide_k, wide_k);
             auto o = make(stream, 8), wide_o = make(stream, 257);
             auto const q = make(stream, 8), wide_q = make(stream, 257), strange = make(other, 8);
-            cpx::cached_attention const attend(whole, 0);
+            cpx::cached_attention const attend(whole, comm);
             support::rejects({"cached_attention: dim: expected from 1 to 256, of tensors on devices, got 257"},
                              [&] { attend(wide, wide_q, 1., wide_o, comm); });
             support::rejects({"cached_attention: memory of o: expected that of q, in its stream, got another"},
                              [&] { attend(cache, strange, 1., o, comm); });
             attend(cache, q, 1., o, comm);
+            CHECK((cache.length(0) == 6 && cache.length(1) == 5));
         });
-        CHECK((cache.length(0) == 6 && cache.length(1) == 5));
     }
 
     TEST_CASE("a batch for which a device has no memory leaves a cache as it was, and can be appended later") {
@@ -229,9 +228,9 @@ TEST_SUITE("cuda") {
             std::vector<float> o;
             cpx::threads::run(1, [&](cpx::threads& threads) {
                 cuda::stream const stream;
-                threads_on_gpu comm(threads, stream);
                 limited resource;
                 cuda::memory const memory(stream, resource);
+                threads_on_gpu comm(threads, memory);
                 auto const sharded_as = [](cpx::thd const& batch) { return cpx::shard(batch, cpx::zigzag<>(1)); };
                 auto const tensor = [&](numbers const& values, index_t heads, auto const& sharding) {
                     auto x = cpx::tensor<float, std::remove_cvref_t<decltype(sharding)>, cuda::memory>(
@@ -239,7 +238,7 @@ TEST_SUITE("cuda") {
                     x.write(std::vector<float>(values.begin(), values.end()));
                     return x;
                 };
-                device_cache<float> cache(p.heads, sharded_as(p.batch), 0, memory);
+                device_cache<float> cache(p.heads, sharded_as(p.batch), comm);
                 lists done{0, 0};
                 for (lists const& next : {lists{60, 8}, lists{70, 9}}) { // the latter wants larger memory
                     auto const now = tokens(p, done, next).first;
@@ -254,7 +253,7 @@ TEST_SUITE("cuda") {
                     }
                     resource.left = 1000;
                     cache.append(k, v);
-                    cpx::cached_attention(sharding, 0)(cache, q, p.scale, to, comm);
+                    cpx::cached_attention(sharding, comm)(cache, q, p.scale, to, comm);
                     auto const found = to.read();
                     o.insert(o.end(), found.begin(), found.end());
                     done = next;

@@ -66,7 +66,7 @@ public:
         } else {
             buffer<char> const space(gpu::head_decay_attention_backward_workspace<element>(shape, tokens, sequences));
             gpu::head_decay_attention_backward<element>(shape, input(), of_o, all(dlast_),
-                                                        {of_q, of_k, of_v, of_g, all(dstate)}, all(space), stream_);
+                                                        {of_q, of_k, of_v, of_g, {}, all(dstate)}, all(space), stream_);
             stream_.synchronize();
         }
         r.dq = widen(dq.read()), r.dk = widen(dk.read()), r.dv = widen(dv.read());
@@ -107,7 +107,7 @@ private:
             return gpu::gated_delta_rule_input<element>{
                 q, k, v, g, beta, all(offsets_), all(state_), {}, {}, saves ? all(saved_) : std::span<char>()};
         else
-            return gpu::head_decay_input<element>{q, k, v, g, all(offsets_), all(state_)};
+            return gpu::gated_delta_rule_input<element>{q, k, v, g, {}, all(offsets_), all(state_)};
     }
 
     problem const& p_;

@@ -60,7 +60,7 @@ numbers on_gpu(problem const& p, bool erases, buffer<float> const& states, std::
     if (erases)
         gpu::gated_delta_rule_step<T>(p.shape, in, out, all(states), stream);
     else
-        gpu::head_decay_attention_step<T>(p.shape, {in.q, in.k, in.v, in.g, in.slots}, out, all(states), stream);
+        gpu::head_decay_attention_step<T>(p.shape, {in.q, in.k, in.v, in.g, {}, in.slots}, out, all(states), stream);
     return widen(o.read());
 }
 

@@ -79,6 +79,7 @@ results on_gpu(problem const& p, bool backward) {
                                                              {dk.data(), tokens, p.keys()},
                                                              {dv.data(), tokens, p.values()},
                                                              {dg.data(), tokens, p.shape.value_heads},
+                                                             {},
                                                              all(dstate)},
                                                             all(more), stream);
     CHECK(path == r.path);
@@ -271,6 +272,8 @@ TEST_SUITE("cuda") {
                                                       {to, to, {dv.data(), 10, 8}, {dg.data(), 10, 1}}, all(space),
                                                       nullptr);
         });
+        rejects({"cuda::head_decay_attention: beta: expected none, for nothing is erased"},
+                [&] { gpu::head_decay_attention<float>(p.shape, there.erasing(), to, {}, all(space), nullptr); });
         rejects({"cuda::head_decay_attention_fold: size of maps: expected 1"}, [&] {
             gpu::head_decay_attention_fold<float>(p.shape, there.decaying(), all(dv), all(dk), all(space), nullptr);
         });

@@ -163,8 +163,8 @@ struct device_problem {
                   dlast = upload<float>(p.dlast);
     buffer<index_t> offsets{std::span<index_t const>(p.offsets)}, first{std::span<index_t const>(p.first)};
 
-    cpx::cuda::head_decay_input<T> decaying() const {
-        return {keys(q), keys(k), values(v), gates(g), all(offsets), all(state), all(first)};
+    cpx::cuda::gated_delta_rule_input<T> decaying() const {
+        return {keys(q), keys(k), values(v), gates(g), {}, all(offsets), all(state), all(first)};
     }
     cpx::cuda::gated_delta_rule_input<T> erasing(std::span<char> saved = {}) const {
         return {keys(q), keys(k), values(v), gates(g), gates(beta), all(offsets), all(state), all(first), {}, saved};

@@ -11,7 +11,8 @@ class threads_on_gpu {
 public:
     using memory_type = cpx::cuda::memory;
 
-    threads_on_gpu(cpx::threads& comm, cudaStream_t in) : comm_(comm), memory_(in) {}
+    threads_on_gpu(cpx::threads& comm, cudaStream_t in) : threads_on_gpu(comm, cpx::cuda::memory(in)) {}
+    threads_on_gpu(cpx::threads& comm, cpx::cuda::memory const& in) : comm_(comm), memory_(in) {}
     int rank() const { return comm_.rank(); }
     int ranks() const { return comm_.ranks(); }
     cpx::cuda::memory const& memory() const { return memory_; }

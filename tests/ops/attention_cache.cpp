@@ -58,9 +58,10 @@ template <class T>
 using caches = std::vector<cpx::attention_cache<T>>;
 
 template <class T, cpx::any_sharding S>
-caches<T> empty_caches(reference::attention<T> const& p, S const& sharding) {
+caches<T> empty_caches(cpx::attention_heads const& heads, S const& sharding) {
     caches<T> list;
-    for (int rank = 0; rank < sharding.ranks(); ++rank) list.emplace_back(p.heads, sharding, rank);
+    cpx::threads::group ranks(sharding.ranks());
+    for (int rank = 0; rank < sharding.ranks(); ++rank) list.emplace_back(heads, sharding, ranks.at(rank));
     return list;
 }
 
@@ -73,7 +74,7 @@ std::vector<T> step(reference::attention<T> const& p, Q const& sharding, K const
         cache.append(take(p.k, {p.keys()}, kept, rank), take(p.v, {p.keys()}, kept, rank));
         auto const q = take(p.q, {p.queries()}, sharding, rank);
         auto o = poisoned<T>(sharding, rank, q.width());
-        cpx::cached_attention(sharding, rank)(cache, q, p.scale, o, comm);
+        cpx::cached_attention(sharding, comm)(cache, q, p.scale, o, comm);
         return o;
     });
 }
@@ -144,7 +145,7 @@ std::vector<T> step(hybrid<T> const& p, S const& sharding, std::vector<cpx::gate
         for (auto const& x : {q, k})
             cpx::rotary<T>(x.data(), p.heads.dim, positions, {.rotary_dim = p.heads.dim}, x.data());
         cache.append(k, v);
-        cpx::cached_attention(sharding, rank)(cache, q, 0.5, o, comm);
+        cpx::cached_attention(sharding, comm)(cache, q, 0.5, o, comm);
         cpx::linear<T>(std::as_const(o).data(), cpx::rows<T const>(p.out, q_width), y.data());
         add();
         return h;
@@ -172,8 +173,9 @@ TEST_SUITE("ops") {
                 auto const everywhere = [&](cpx::thd const& batch) { return cpx::replicated<>(ranks, batch); };
                 support::splitmix numbers(turn);
                 auto const owners = support::random_owners(numbers, ranks, static_cast<int>(std::ssize(whole) + 1));
-                auto by_head = empty_caches(p, split(p.batch)), replicated = empty_caches(p, everywhere(p.batch)),
-                     read_by_head = replicated, read_by_owner = replicated;
+                auto by_head = empty_caches<T>(p.heads, split(p.batch)),
+                     replicated = empty_caches<T>(p.heads, everywhere(p.batch)), read_by_head = replicated,
+                     read_by_owner = replicated;
                 CHECK(same_bits(
                     converse(p, prompt,
                              [&](auto const& q, bool) { return step(q, split(q.batch), split(q.batch), by_head); }),
@@ -193,7 +195,7 @@ TEST_SUITE("ops") {
                     CAPTURE(name);
                     auto const how = static_cast<queries_on>(turn++ % 3);
                     CAPTURE(static_cast<int>(how));
-                    auto caches = empty_caches(p, sharding);
+                    auto caches = empty_caches<T>(p.heads, sharding);
                     auto const got = converse(p, prompt, [&](auto const& q, bool first) {
                         if (first) return step(q, sharding, sharding, caches);
                         auto const kept = on_owners(q.batch, ranks, owners);
@@ -226,12 +228,8 @@ TEST_SUITE("ops") {
         p.out = uniform<T>(numbers, p.hidden() * p.query_width(), 0.3);
         auto const start = [&](auto const& sharding) {
             std::vector<cpx::gated_delta_net_cache<T>> states;
-            caches<T> kept;
-            for (int rank = 0; rank < sharding.ranks(); ++rank) {
-                states.emplace_back(p.net.config, sharding, rank);
-                kept.emplace_back(p.heads, sharding, rank);
-            }
-            return std::pair(states, kept);
+            for (int rank = 0; rank < sharding.ranks(); ++rank) states.emplace_back(p.net.config, sharding, rank);
+            return std::pair(states, empty_caches<T>(p.heads, sharding));
         };
         auto alone = start(one_rank(p.net.batch));
         auto const want = step(p, one_rank(p.net.batch), alone.first, alone.second);
@@ -268,7 +266,7 @@ TEST_SUITE("ops") {
         auto const p = random_attention<double>(lengths(whole), {4, 2, 4}, 3);
         auto const run = [&](auto const& q) {
             auto const sharding = by_tokens(cpx::shard(lengths(prompt), cpx::zigzag<>(3)));
-            auto caches = empty_caches(q, sharding);
+            auto caches = empty_caches<double>(q.heads, sharding);
             return converse(q, prompt, [&](auto const& now, bool first) {
                 auto const on = first ? sharding : on_owners(now.batch, 3, {2, 0});
                 return step(now, on, on, caches);
@@ -297,7 +295,7 @@ TEST_SUITE("ops") {
             for (index_t row = 4; row < 9; ++row)
                 for (index_t d = 0; d < 4; ++d) (*x)[at(row * 4 + d)] = std::numeric_limits<double>::quiet_NaN();
         auto const sharding = by_tokens(cpx::shard(padded, cpx::zigzag<>(2)));
-        auto caches = empty_caches(p, sharding);
+        auto caches = empty_caches<double>(p.heads, sharding);
         auto const first = step(prompt, sharding, sharding, caches);
         for (auto const& cache : caches) CHECK((cache.length(0) == 4 && cache.length(1) == 0));
         auto const next = tokens(p, {4, 0}, {5, 1});
@@ -318,11 +316,17 @@ TEST_SUITE("ops") {
             support::rejects({"attention_cache.cpp", std::string(where) + ": " + passage}, f);
         };
         char const *const cache_name = "attention_cache", *const name = "cached_attention";
+        cpx::threads::group ranks(2), more(3);
+        auto const empty = [&](cpx::attention_heads const& of, auto const& sharding, int rank) {
+            return cpx::attention_cache<double>(of, sharding, ranks.at(rank));
+        };
         rejects(cache_name, "query heads: expected a multiple of the key heads 3, got 4", [&] {
-            cpx::attention_cache<double>({4, 3, 2}, zigzag, 0);
+            empty({4, 3, 2}, zigzag, 0);
         });
-        rejects(cache_name, "rank: expected 0 to 1, got 2", [&] { cpx::attention_cache<double>(heads, zigzag, 2); });
-        cpx::attention_cache<double> cache(heads, zigzag, 1);
+        rejects(cache_name, "ranks of the sharding: expected 3, got 2",
+                [&] { cpx::attention_cache<double>(heads, zigzag, more.at(0)); });
+        rejects(name, "ranks of the sharding: expected 3, got 2", [&] { cpx::cached_attention(zigzag, more.at(0)); });
+        auto cache = empty(heads, zigzag, 1);
         rejects(cache_name, "sequence: expected 0 to 1, got 2", [&] { cache.length(2); });
         auto const tensor = [](auto const& sharding, int rank, index_t width) {
             return cpx::make_tensor<double>(sharding, rank, width);
@@ -340,16 +344,16 @@ TEST_SUITE("ops") {
         by_tokens const other = cpx::shard(lengths({5, 6}), cpx::zigzag<>(2));
         rejects(cache_name, "sharding of v: expected that of k, got another", append(k, tensor(other, 1, 4)));
         by_heads const split(2, batch, {{4, 2}, {2, 2}, {2, 2}});
-        cpx::attention_cache<double> of_heads(heads, split, 1);
+        auto of_heads = empty(heads, split, 1);
         rejects(cache_name, "sharding of k: expected every token, of the heads of this cache, got another",
                 [&] { of_heads.append(tensor(everywhere, 1, 4), tensor(everywhere, 1, 4)); });
         CHECK((cache.length(0) == 0 && cache.length(1) == 0));
 
         auto const attend = [&](auto const& sharding, auto const& of, int rank, index_t width, index_t o_width) {
-            return [=] {
+            return [=, &ranks] {
                 cpx::threads::run(1, [&](cpx::threads& comm) { // refused before it is asked
                     auto o = tensor(sharding, rank, o_width);
-                    cpx::cached_attention const plan(sharding, 1);
+                    cpx::cached_attention const plan(sharding, ranks.at(1));
                     plan(of, tensor(sharding, rank, width), 1., o, comm);
                 });
             };
@@ -361,7 +365,7 @@ TEST_SUITE("ops") {
         rejects(name, "shape of q: expected (5, 8), got (5, 4)", attend(zigzag, cache, 1, 4, 8));
         rejects(name, "shape of o: expected (5, 8), got (5, 4)", attend(zigzag, cache, 1, 8, 4));
         rejects(name, "rank of the cache: expected 1 of 2, got 0 of 2",
-                attend(zigzag, cpx::attention_cache<double>(heads, zigzag, 0), 1, 8, 8));
+                attend(zigzag, empty(heads, zigzag, 0), 1, 8, 8));
         rejects(name, "cache: expected one of every token, for queries by heads, got one by tokens",
                 attend(split, cache, 1, 4, 4));
         of_heads.append(tensor(split, 1, 2), tensor(split, 1, 2));
@@ -388,10 +392,10 @@ TEST_SUITE("ops") {
                 cpx::threads::run(3, [&](cpx::threads& comm) {
                     int const rank = comm.rank();
                     auto const [own, times, alike, scale] = rank == 1 ? odd : rank_1{heads, 1, odd.alike};
-                    cpx::attention_cache<double> cache(own, zigzag, rank);
+                    cpx::attention_cache<double> cache(own, zigzag, comm);
                     auto const k = cpx::make_tensor<double>(zigzag, rank, own.key_heads * own.dim);
                     auto const q = cpx::make_tensor<double>(queries, rank, own.query_heads * own.dim);
-                    cpx::cached_attention const attend(queries, rank);
+                    cpx::cached_attention const attend(queries, comm);
                     for (int i = 0; i < alike; ++i) {
                         auto o = q;
                         cache.append(k, k);

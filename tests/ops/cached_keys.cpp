@@ -53,7 +53,7 @@ TEST_SUITE("ops") {
                 support::splitmix numbers(1);
                 auto const prompt = cpx::shard(support::lengths({6, 0, 5}), cpx::zigzag<>(1)),
                            next = cpx::shard(support::lengths({1, 2, 1}), cpx::zigzag<>(1));
-                cpx::attention_cache<double, support::far_memory> cache({4, 2, 2}, prompt, 0, comm.memory());
+                cpx::attention_cache<double, support::far_memory> cache({4, 2, 2}, prompt, comm);
                 for (auto const& sharding : {prompt, next}) {
                     auto const some = [&](cpx::index_t width) {
                         auto x = cpx::make_tensor<double>(sharding, comm, width);
@@ -69,7 +69,7 @@ TEST_SUITE("ops") {
                     kept::full = false;
                     CHECK(cache.batch() == before);
                     cache.append(k, v);
-                    cpx::cached_attention(sharding, 0)(cache, q, 0.5, to, comm);
+                    cpx::cached_attention(sharding, comm)(cache, q, 0.5, to, comm);
                     auto const found = to.read();
                     o.insert(o.end(), found.begin(), found.end());
                 }

@@ -83,7 +83,7 @@ results<T> run(layer<T> const& l, by_tokens const& sharding, int share, sum_orde
         auto const w = l.of(at.own());
         auto const saved = cpx::moe<T>(w, x.data(), std::move(choices), std::move(at), y.data());
         auto const g = cpx::moe_backward<T>(w, saved, dy.data(), dx.data());
-        cpx::weight_sums<by_tokens> const sums(sharding, rank, order);
+        cpx::weight_sums const sums(sharding, order, comm);
         std::vector<T> dgate_up(l.gate_up.size()), ddown(l.down.size());
         sums.experts(saved.at, saved.input.view(), g.dgate_up.view(), cpx::rows<T>(dgate_up, l.n.hidden), comm);
         sums.experts(saved.at, saved.activation.view(), g.doutput.view(), cpx::rows<T>(ddown, l.n.inner), comm);
@@ -199,7 +199,7 @@ TEST_SUITE("ops") {
             CHECK(std::ranges::equal(y.elements(), want_y.elements()));
             CHECK(std::ranges::equal(dx.elements(), want_dx.elements()));
             std::vector<double> dgate_up(l.gate_up.size());
-            cpx::weight_sums(sharding, rank, sum_order::by_row)
+            cpx::weight_sums(sharding, sum_order::by_row, of_context)
                 .experts(saved.at, saved.input.view(), g.dgate_up.view(), cpx::rows<double>(dgate_up, l.n.hidden),
                          world);
             cpx::sum_over_ranks(dgate_up, world);
@@ -318,9 +318,9 @@ TEST_SUITE("ops") {
                 for (index_t const columns : {0, 2, -3})
                     rejects({"weight_sums::share: columns of a section: expected a divisor of the width, 3, got " +
                              std::to_string(columns)},
-                            [&] { cpx::weight_sums(sharding, comm.rank(), order).share(x, columns, comm); });
+                            [&] { cpx::weight_sums(sharding, order, comm).share(x, columns); });
             rejects({"weight_sums: order: expected by_rank or by_row, got 7"},
-                    [&] { cpx::weight_sums(sharding, comm.rank(), static_cast<sum_order>(7)); });
+                    [&] { cpx::weight_sums(sharding, static_cast<sum_order>(7), comm); });
         });
     }
 
@@ -341,7 +341,7 @@ TEST_SUITE("ops") {
                 auto const of = cpx::choose_experts<T>(cpx::rows<T const>(gate, hidden), own.data(), choices);
                 auto const loss = cpx::expert_balance(of, sharding, over, comm);
                 cpx::row_buffer<T> dlogits(sharding.rows(rank), experts);
-                cpx::balance_loss_backward<T>(loss, of, sharding, rank, T(0.5), dlogits.view());
+                cpx::balance_loss_backward<T>(loss, of, sharding, T(0.5), dlogits.view());
                 auto const places = cpx::global_rows(sharding, rank);
                 std::lock_guard const lock(one_at_a_time);
                 losses.push_back(loss.loss);
@@ -412,7 +412,7 @@ TEST_SUITE("ops") {
             by_tokens const sharding = cpx::shard(batch, cpx::sequential<>(1));
             auto const loss = cpx::expert_balance(of, sharding, cpx::balance_over::batch, comm);
             support::rejects({"balance_loss_backward: shape of dlogits: expected (20, 5), got (3, 5)"},
-                             [&] { cpx::balance_loss_backward<T>(loss, of, sharding, 0, 1, wrong.view()); });
+                             [&] { cpx::balance_loss_backward<T>(loss, of, sharding, 1, wrong.view()); });
             by_tokens const few = cpx::shard(lengths({4}), cpx::sequential<>(1));
             support::rejects({"expert_exchange.cpp", "expert_balance: shape of logits: expected (4, 5), got (20, 5)"},
                              [&] { cpx::expert_balance(of, few, cpx::balance_over::batch, comm); });

@@ -209,46 +209,37 @@ token_wise gradient(token_wise const& p, std::vector<double> const& dy, S const&
     auto const whole = assemble<double>(sharding, {{1, 2 * width}}, [&](cpx::threads& comm) {
         int const rank = comm.rank();
         token_wise_rank<S> const f(p, sharding, rank);
-        cpx::weight_sums<S> const sums(sharding, rank, order);
+        cpx::weight_sums const sums(sharding, order, comm);
         auto dout = take(dy, p.outputs(), sharding, rank);
         std::vector<double> gates(2 * p.a_log.size()), dgains(2 * p.gain.size()), dweight(p.weight.size());
-        sums.terms(
-            std::span(gates),
-            [&](index_t row, std::span<double> into) {
-                for (index_t h = 0; h < p.heads; ++h) {
-                    auto const head = static_cast<std::size_t>(h);
-                    auto const gate = cpx::delta_rule_gate_backward(f.y.data()(row, h), p.a_log[head], p.dt_bias[head],
-                                                                    dout.data()(row, p.width + h));
-                    dout.data()(row, h) += gate.a;
-                    into[head] += gate.a_log;
-                    into[p.a_log.size() + head] += gate.dt_bias;
-                }
-            },
-            comm);
+        sums.terms(std::span(gates), [&](index_t row, std::span<double> into) {
+            for (index_t h = 0; h < p.heads; ++h) {
+                auto const head = static_cast<std::size_t>(h);
+                auto const gate = cpx::delta_rule_gate_backward(f.y.data()(row, h), p.a_log[head], p.dt_bias[head],
+                                                                dout.data()(row, p.width + h));
+                dout.data()(row, h) += gate.a;
+                into[head] += gate.a_log;
+                into[p.a_log.size() + head] += gate.dt_bias;
+            }
+        });
         auto const of_linear = dout.view().columns(0, p.width);
-        sums.linear(sums.whole(f.gated.view(), comm), of_linear, cpx::rows<double>(dweight, width), comm);
+        sums.linear(sums.whole(f.gated.view()), of_linear, cpx::rows<double>(dweight, width));
         cpx::tensor<double, S> dgated(sharding, rank, width);
         auto dxz = poisoned<double>(sharding, rank, 2 * width);
         auto const dx = dxz.data().columns(0, width), dz = dxz.data().columns(width, width);
         cpx::linear_backward_input<double>(of_linear.data(), f.weight, dgated.data());
         auto const one = [](auto const& values, index_t row) { return values.sub(row, 1); };
         std::span<double> const both(dgains);
-        sums.terms(
-            both.last(p.gain.size()),
-            [&](index_t row, std::span<double> into) {
-                auto const back = one(dgated.data(), row);
-                cpx::gated_rms_norm_backward<double>(one(f.rotated.data(), row), one(f.z.data(), row), p.gated_gain,
-                                                     p.eps, back, back, one(dz, row), into);
-            },
-            comm);
+        sums.terms(both.last(p.gain.size()), [&](index_t row, std::span<double> into) {
+            auto const back = one(dgated.data(), row);
+            cpx::gated_rms_norm_backward<double>(one(f.rotated.data(), row), one(f.z.data(), row), p.gated_gain, p.eps,
+                                                 back, back, one(dz, row), into);
+        });
         cpx::rotary_backward(dgated.view(), p.dim, p.rotary, dgated.view());
-        sums.terms(
-            both.first(p.gain.size()),
-            [&](index_t row, std::span<double> into) {
-                cpx::rms_norm_backward<double>(one(f.x.data(), row), p.gain, p.eps, 1, one(dgated.data(), row),
-                                               one(dx, row), into);
-            },
-            comm);
+        sums.terms(both.first(p.gain.size()), [&](index_t row, std::span<double> into) {
+            cpx::rms_norm_backward<double>(one(f.x.data(), row), p.gain, p.eps, 1, one(dgated.data(), row),
+                                           one(dx, row), into);
+        });
         for (auto* values : {&gates, &dgains, &dweight}) cpx::sum_over_ranks(std::span(*values), comm);
         std::lock_guard const lock(guard);
         auto const half = [](std::vector<double> const& two, bool second) {

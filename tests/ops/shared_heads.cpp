@@ -57,7 +57,7 @@ std::array<std::vector<T>, N> run(std::array<std::vector<T>, N> const& terms, he
                     std::copy_n(local.data().row(row), held, together.data().row(row) + static_cast<index_t>(i) * held);
                 views[i] = sums[i].data();
             }
-            cpx::sum_readers<T>(sharding, rank, c.shared, c.readers, c.width, together.data(), views, comm);
+            cpx::sum_readers<T>(sharding, c.shared, c.readers, c.width, together.data(), views, comm);
             return sums[which];
         });
     return result;
@@ -128,7 +128,7 @@ TEST_SUITE("ops") {
         auto const call = [&](index_t shared, cpx::rows<float const> from, cpx::rows<float> to) {
             return [=, &split] {
                 cpx::threads::run(1, [&](cpx::threads& comm) {
-                    cpx::sum_readers<float>(split, 0, shared, 4, 3, from, std::array{to, second}, comm);
+                    cpx::sum_readers<float>(split, shared, 4, 3, from, std::array{to, second}, comm);
                 });
             };
         };

@@ -48,10 +48,10 @@ std::vector<T> weight_gradient(projection<T> const& p, S const& sharding, sum_or
     cpx::threads::run(sharding.ranks(), [&](cpx::threads& comm) {
         int const rank = comm.rank();
         auto const x = take(p.x, {{1, p.in}}, sharding, rank), dy = take(p.dy, {{1, p.out}}, sharding, rank);
-        cpx::weight_sums<S> const of(sharding, rank, order);
+        cpx::weight_sums const of(sharding, order, comm);
         std::vector<T> sum(static_cast<std::size_t>(p.out * p.in));
-        auto const whole = of.whole(x.view(), comm);
-        of.linear(whole, dy.view(), cpx::rows<T>(sum, p.in), comm);
+        auto const whole = of.whole(x.view());
+        of.linear(whole, dy.view(), cpx::rows<T>(sum, p.in));
         cpx::sum_over_ranks(std::span(sum), comm);
         sums.add(sum);
     });
@@ -85,15 +85,11 @@ std::vector<T> terms(projection<T> const& p, S const& sharding, sum_order order)
         auto const x = take(p.x, {{1, p.in}}, sharding, rank), dy = take(p.dy, {{1, p.out}}, sharding, rank);
         std::vector<T> sum(static_cast<std::size_t>((p.in + 1) / 2 + p.out));
         index_t next = 0;
-        cpx::weight_sums<S>(sharding, rank, order)
-            .terms(
-                std::span(sum),
-                [&](index_t row, std::span<T> into) {
-                    CHECK(row == next++);
-                    REQUIRE(into.size() == sum.size());
-                    add_terms<T>(x.data().row(row), dy.data().row(row), p.in, p.out, into);
-                },
-                comm);
+        cpx::weight_sums(sharding, order, comm).terms(std::span(sum), [&](index_t row, std::span<T> into) {
+            CHECK(row == next++);
+            REQUIRE(into.size() == sum.size());
+            add_terms<T>(x.data().row(row), dy.data().row(row), p.in, p.out, into);
+        });
         CHECK(next == sharding.rows(rank));
         cpx::sum_over_ranks(std::span(sum), comm);
         sums.add(sum);
@@ -150,7 +146,6 @@ TEST_SUITE("ops") {
                 for (int const ranks : {1, 2, 3, 5, 8}) {
                     auto const p = random_projection<double>(lengths(packing), 3 * columns, 1, 9);
                     by_tokens const sharding = cpx::shard<cpx::scope::batch>(p.batch, cpx::zigzag<>(ranks));
-                    using S = by_tokens;
                     CAPTURE(ranks);
                     CAPTURE(columns);
                     std::mutex guard;
@@ -158,11 +153,10 @@ TEST_SUITE("ops") {
                     cpx::threads::run(ranks, [&](cpx::threads& comm) {
                         int const rank = comm.rank();
                         auto const x = take(p.x, {{1, p.in}}, sharding, rank);
-                        cpx::weight_sums<S> const by_row(sharding, rank, sum_order::by_row),
-                            by_rank(sharding, rank, sum_order::by_rank);
-                        auto const share = by_row.share(x.view(), columns, comm),
-                                   own = by_rank.share(x.view(), columns, comm), whole = by_row.whole(x.view(), comm),
-                                   as_is = by_rank.whole(x.view(), comm);
+                        cpx::weight_sums const by_row(sharding, sum_order::by_row, comm),
+                            by_rank(sharding, sum_order::by_rank, comm);
+                        auto const share = by_row.share(x.view(), columns), own = by_rank.share(x.view(), columns),
+                                   whole = by_row.whole(x.view()), as_is = by_rank.whole(x.view());
                         std::lock_guard const lock(guard);
                         CHECK(by_row.moves());
                         CHECK_FALSE(by_rank.moves());
@@ -198,12 +192,12 @@ TEST_SUITE("ops") {
                 auto const columns = assemble<double>(
                     cpx::head_sharded<>(ranks, cpx::thd({0, 4}), {{6, 1}}), {{6, 1}}, [&](cpx::threads& comm) {
                         int const rank = comm.rank();
-                        cpx::weight_sums<cpx::head_sharded<>> const sums(split, rank, order);
+                        cpx::weight_sums const sums(split, order, comm);
                         CHECK_FALSE(sums.moves());
                         auto const dy = take(p.dy, {{6, 1}}, split, rank);
                         cpx::sharded const x(cpx::rows<double const>(p.x, 4), split, rank);
                         std::vector<double> own(static_cast<std::size_t>(dy.width() * 4));
-                        sums.linear(sums.whole(x, comm), dy.view(), cpx::rows<double>(own, 4), comm);
+                        sums.linear(sums.whole(x), dy.view(), cpx::rows<double>(own, 4));
                         cpx::tensor<double, cpx::head_sharded<>> turned(
                             cpx::head_sharded<>(ranks, cpx::thd({0, 4}), {{6, 1}}), rank, dy.width());
                         for (index_t i = 0; i < 4; ++i)
@@ -227,12 +221,11 @@ TEST_SUITE("ops") {
             auto const call = [&](cpx::rows<double> to) {
                 return [&, to] {
                     cpx::threads::run(1, [&](cpx::threads& comm) {
-                        cpx::weight_sums<S> const sums(sharding, 0, order);
+                        cpx::weight_sums const sums(sharding, order, comm);
                         cpx::sharded const x(cpx::rows<double const>(p.x, 3), sharding, 0),
                             dy(cpx::rows<double const>(p.dy, 2), sharding, 0);
-                        sums.linear(sums.whole(x, comm), dy, to, comm);
-                        sums.terms(
-                            std::span(gains), [](index_t, std::span<double> into) { into[0] += 1; }, comm);
+                        sums.linear(sums.whole(x), dy, to);
+                        sums.terms(std::span(gains), [](index_t, std::span<double> into) { into[0] += 1; });
                     });
                 };
             };
@@ -242,16 +235,16 @@ TEST_SUITE("ops") {
             auto q = p;
             auto const in_x = [&] {
                 cpx::threads::run(1, [&](cpx::threads& comm) {
-                    cpx::weight_sums<S> const sums(sharding, 0, order);
+                    cpx::weight_sums const sums(sharding, order, comm);
                     cpx::sharded const x(cpx::rows<double>(q.x, 3), sharding, 0);
-                    sums.linear(sums.whole(x, comm), x.columns(0, 2), x.data().sub(0, 2), comm);
+                    sums.linear(sums.whole(x), x.columns(0, 2), x.data().sub(0, 2));
                 });
             };
             support::rejects({"weight_sums.cpp", "weight_sums::linear: overlap of dweight and"}, in_x);
             support::rejects({"weight_sums.cpp", "weight_sums: sharding of a tensor: expected that of the sums"}, [&] {
                 cpx::threads::run(1, [&](cpx::threads& comm) {
                     S const other = cpx::shard(lengths({3, 4}), cpx::zigzag<>(1));
-                    cpx::weight_sums<S>(other, 0, order).whole(cpx::make_tensor<double>(sharding, 0, 3), comm);
+                    cpx::weight_sums(other, order, comm).whole(cpx::make_tensor<double>(sharding, 0, 3));
                 });
             });
             CHECK(sum == std::vector<double>(6, 1.));

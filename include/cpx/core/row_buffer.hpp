@@ -5,6 +5,8 @@
 #include <cpx/core/memory.hpp>
 #include <cpx/core/rows.hpp>
 
+#include <optional>
+
 namespace cpx {
 
 /// Owns a dense (count, width) matrix that begins with zeros, in the memory M.
@@ -13,18 +15,33 @@ class row_buffer {
 public:
     row_buffer() = default;
     row_buffer(M const& memory, index_t count, index_t width, caller here = caller::here())
-        : count_(count), width_(width), values_(memory.template zeros<T>("row_buffer", {count, width}, here)) {}
+        : count_(count), width_(width), memory_(memory),
+          values_(memory.template zeros<T>("row_buffer", {count, width}, here)) {}
     row_buffer(index_t count, index_t width, caller here = caller::here())
         requires std::same_as<M, host_memory>
         : row_buffer(M(), count, width, here) {}
 
     rows<T> view() { return {values_.data(), count_, width_}; }
     rows<T const> view() const { return {values_.data(), count_, width_}; }
+    std::span<T> elements() & { return {values_.data(), static_cast<std::size_t>(count_ * width_)}; }
+    std::span<T const> elements() const& { return {values_.data(), static_cast<std::size_t>(count_ * width_)}; }
     index_t count() const { return count_; }
     index_t width() const { return width_; }
 
+    /// Copies all elements from the host, row after row. Throws `cpx::error` if there are more or fewer.
+    void write(std::span<T const> values, caller here = caller::here()) {
+        require(std::ssize(values) == count_ * width_, "row_buffer", "elements to write", count_ * width_,
+                values.size(), here);
+        if (memory_) memory_->write(values_.data(), values, here);
+    }
+    /// Returns all elements, row after row.
+    std::vector<T> read(caller here = caller::here()) const {
+        return memory_ ? memory_->read(elements(), here) : std::vector<T>();
+    }
+
 private:
     index_t count_ = 0, width_ = 0;
+    std::optional<M> memory_; ///< none where there are no rows
     typename M::template block<T> values_;
 };
 

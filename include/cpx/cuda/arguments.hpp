@@ -41,6 +41,12 @@ index_t row_bytes(rows<T> r) { // a distance matters from the second row on
     return r.count() > 1 ? r.stride() * static_cast<index_t>(sizeof(T)) : 0;
 }
 
+/// Returns the largest power of two up to 16 at whose multiples all these rows begin, in bytes.
+template <class... X>
+int row_vector(X const&... x) {
+    return vector_bytes({address(x.data())..., row_bytes(x)...});
+}
+
 /// Calls `f` with how many columns of a head a lane has, as an std::integral_constant.
 template <class F>
 void with_lane_columns(index_t dim, F&& f) {
@@ -50,18 +56,18 @@ void with_lane_columns(index_t dim, F&& f) {
 /// Calls `f` with the columns for which tensor cores' kernels of heads are made, as an std::integral_constant.
 template <class F>
 void with_core_columns(index_t dim, F&& f) {
-    if (dim <= 64)
-        f(std::integral_constant<int, 64>());
-    else if (dim <= 128)
-        f(std::integral_constant<int, 128>());
-    else
-        f(std::integral_constant<int, 256>());
+    with_least<64, 128, 256>(dim, f);
 }
 
-/// Whether tensor cores can read and write these rows.
-template <class... X>
-bool in_core_rows(X const&... x) {
-    return vector_bytes({address(x.data())..., row_bytes(x)...}) == 16;
+/// Returns whether the device has as much shared memory for a kernel on tensor cores, and code of sm_80 or later.
+template <class... P>
+bool has_core_memory(void (*kernel)(P...), int bytes, caller here) {
+    cudaFuncAttributes code{};
+    check(cudaFuncGetAttributes(&code, kernel), "cudaFuncGetAttributes", here);
+    int most = 0;
+    check(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, current_device()),
+          "cudaDeviceGetAttribute", here);
+    return code.ptxVersion >= 80 && bytes + static_cast<int>(code.sharedSizeBytes) <= most;
 }
 
 /// Throws `cpx::error` unless `place` is memory of the current device: at any other address a kernel would fail, and

@@ -107,15 +107,9 @@ attention_path attention_path_of(index_t dim, caller here = caller::here()) {
         if (dim % 8 != 0 || dim > 256) return attention_path::plain;
         bool fits = false;
         detail::with_core_columns(dim, [&](auto D) {
-            cudaFuncAttributes code{};
-            check(cudaFuncGetAttributes(&code, kernels::attend_backward_queries_on_cores<T, D>),
-                  "cudaFuncGetAttributes", here);
-            int most = 0;
-            check(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, current_device()),
-                  "cudaDeviceGetAttribute", here);
-            constexpr int wanted =
-                kernels::attention::backward_core_memory(kernels::attention::core_rows, D); // the most of the three
-            fits = code.ptxVersion >= 80 && wanted + static_cast<int>(code.sharedSizeBytes) <= most;
+            namespace attention = kernels::attention;
+            constexpr int wanted = attention::backward_core_memory(attention::core_rows, D); // the most of the three
+            fits = detail::has_core_memory(kernels::attend_backward_queries_on_cores<T, D>, wanted, here);
         });
         return fits ? attention_path::tensor_cores : attention_path::plain;
     } else {
@@ -128,7 +122,7 @@ namespace detail {
 /// Returns the path for these arguments and `x`, the other rows that kernels read or write.
 template <class T, class Q, class K, class... X>
 attention_path path_of(attention_rows<T, Q, K> const& of, caller here, X const&... x) {
-    bool const fit = of.path == attention_path::tensor_cores && in_core_rows(of.q, of.k, of.v, x...);
+    bool const fit = of.path == attention_path::tensor_cores && row_vector(of.q, of.k, of.v, x...) == 16;
     return fit ? attention_path_of<T>(of.dim, here) : attention_path::plain;
 }
 

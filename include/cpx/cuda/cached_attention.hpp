@@ -35,32 +35,6 @@ namespace detail {
 
 inline constexpr index_t most_partials = index_t{1} << 24; ///< floats of one launch, unless one query wants more
 
-/// Calls `f` with how many query heads that read one key head a block takes.
-template <class F>
-void with_heads_at_once(index_t group, F&& f) {
-    if (group == 1)
-        f(std::integral_constant<int, 1>());
-    else if (group <= 4)
-        f(std::integral_constant<int, 4>());
-    else
-        f(std::integral_constant<int, 8>());
-}
-
-/// Lets a kernel on tensor cores take as much shared memory; returns whether this GPU has that, and code of sm_80 or
-/// later.
-template <class... P>
-bool has_core_memory(void (*kernel)(P...), int bytes, caller here) {
-    cudaFuncAttributes code{};
-    check(cudaFuncGetAttributes(&code, kernel), "cudaFuncGetAttributes", here);
-    int most = 0;
-    check(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, current_device()),
-          "cudaDeviceGetAttribute", here);
-    if (code.ptxVersion < 80 || bytes + static_cast<int>(code.sharedSizeBytes) > most) return false;
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "cudaFuncSetAttribute",
-          here);
-    return true;
-}
-
 /// Launches the kernel for the partials of so many stretches.
 template <gpu_number T>
 void launch_stretches(cached_rows<T> const& of, kernels::cached_tensors<T> const& t, index_t stretches,
@@ -70,17 +44,20 @@ void launch_stretches(cached_rows<T> const& of, kernels::cached_tensors<T> const
     };
     char const* const where = "cached_attention";
     if constexpr (sizeof(T) == 2)
-        if (of.dim % 8 == 0 && in_core_rows(of.q, of.k, of.v)) {
+        if (of.dim % 8 == 0 && row_vector(of.q, of.k, of.v) == 16) {
             bool done = false;
             with_core_columns(of.dim, [&](auto D) {
                 auto* const kernel = kernels::attend_over_stretch_on_cores<T, D>;
-                if (!(done = has_core_memory(kernel, kernels::attention::cache_memory(D), here))) return;
-                launch_early(kernel, grid(kernels::attention::cache_heads), kernels::attention::cache_threads,
-                             kernels::attention::cache_memory(D), of.in.stream(), where, here, t, partials);
+                constexpr int shared = kernels::attention::cache_memory(D);
+                if (!(done = has_core_memory(kernel, shared, here))) return;
+                check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared),
+                      "cudaFuncSetAttribute", here);
+                launch_early(kernel, grid(kernels::attention::cache_heads), kernels::attention::cache_threads, shared,
+                             of.in.stream(), where, here, t, partials);
             });
             if (done) return;
         }
-    with_heads_at_once(of.group, [&](auto G) {
+    with_least<1, 4, 8>(of.group, [&](auto G) { // query heads that read one key head, of a block
         with_lane_columns(of.dim, [&](auto E) {
             launch_early(kernels::attend_over_stretch<T, E, G>, grid(G), kernels::attention::threads, 0, of.in.stream(),
                          where, here, t, partials);

@@ -40,7 +40,7 @@ kernels::conv_rows<T> conv_view(rows<T> view) {
 /// Returns whether every row begins at a multiple of 16 bytes.
 template <class T>
 bool in_vectors(rows<T> view) {
-    return view.count() == 0 || vector_bytes({address(view.data()), row_bytes(view)}) == 16;
+    return view.count() == 0 || row_vector(view) == 16;
 }
 template <class T>
 bool in_vectors(conv_parts<T> const& parts) {

@@ -37,14 +37,15 @@ struct gated_delta_rule_shape {
 };
 
 /// What the gated delta rule reads, in device memory. Rows: (tokens, heads * dim), q and k normalised, or (tokens,
-/// value heads) for g (log decay, never positive) and beta. Any strides.
+/// value heads) for g (log decay, never positive) and beta. Any strides. Of a decay a head, `head_decay_attention`: q and
+/// k of any norm, neither beta nor `saved`.
 template <class T>
 struct gated_delta_rule_input {
     rows<T const> q, k, v;
-    rows<float const> g, beta;
-    std::span<index_t const> offsets;  ///< (sequences + 1): where sequences begin, and all tokens; see `counts`
-    std::span<float const> state = {}; ///< (sequences, value heads, Dk, Dv) before the sequences; empty: zeros
-    std::span<index_t const> first{};  ///< (sequences): the token of its sequence that a first row is; empty: zeros
+    rows<float const> g, beta = {};
+    std::span<index_t const> offsets = {}; ///< (sequences + 1): where sequences begin, and all tokens; see `counts`
+    std::span<float const> state = {};     ///< (sequences, value heads, Dk, Dv) before the sequences; empty: zeros
+    std::span<index_t const> first{};      ///< (sequences): the token of its sequence that a first row is; empty: zeros
     std::span<index_t const>
         counts{}; ///< (sequences): their rows; empty: up to the next one. Rows of none are left alone
     /// `gated_delta_rule_saved` bytes at a multiple of 256, which a forward writes, of the chunks' inverses and gates,
@@ -53,43 +54,16 @@ struct gated_delta_rule_input {
     index_t saved_tokens = -1; ///< for which there is room: those of the sequences, at least; negative: all rows
 };
 
-/// The gradients of a gated delta rule, shaped as what they are gradients of; all written.
+/// The gradients of a gated delta rule, shaped as what they are gradients of; all written. Of a decay a head without
+/// dbeta.
 template <class T>
 struct gated_delta_rule_gradients {
     field<rows<T>> dq, dk, dv;
-    field<rows<float>> dg, dbeta;
-    field<std::span<float>> dstate = {}; ///< of the states before the sequences; empty if it is not wanted
-};
-
-/// What a decay a head reads, `head_decay_attention`, as `gated_delta_rule_input` says; q and k of any norm.
-template <class T>
-struct head_decay_input {
-    rows<T const> q, k, v;
-    rows<float const> g;
-    std::span<index_t const> offsets;
-    std::span<float const> state = {};
-    std::span<index_t const> first{}, counts{};
-};
-
-/// The gradients of a decay a head, shaped as what they are gradients of; all written.
-template <class T>
-struct head_decay_gradients {
-    field<rows<T>> dq, dk, dv;
-    field<rows<float>> dg;
+    field<rows<float>> dg, dbeta = {};
     field<std::span<float>> dstate = {}; ///< of the states before the sequences; empty if it is not wanted
 };
 
 namespace detail {
-
-/// A decay a head is a gated delta rule that erases nothing, without beta.
-template <class T>
-gated_delta_rule_input<T> delta_input(head_decay_input<T> const& in) {
-    return {in.q, in.k, in.v, in.g, {}, in.offsets, in.state, in.first, in.counts};
-}
-template <class T>
-gated_delta_rule_gradients<T> delta_gradients(head_decay_gradients<T> const& to) {
-    return {to.dq, to.dk, to.dv, to.dg, rows<float>(), to.dstate};
-}
 
 /// Where the arrays in a workspace begin, in bytes; -1: it has none.
 struct delta_space {
@@ -174,7 +148,7 @@ void require_states(char const* where, char const* what, gated_delta_rule_shape 
     require_memory(where, what, states, here);
 }
 
-/// Throws `cpx::error` unless sizes make sense and the rows that are read fit them; beta, where that is read.
+/// Throws `cpx::error` unless sizes make sense and the rows that are read fit them, among them beta if `Erases`.
 template <bool Erases, class In>
 void require_delta_rows(char const* where, gated_delta_rule_shape const& shape, In const& in, caller here) {
     index_t const tokens = in.k.count();
@@ -189,7 +163,10 @@ void require_delta_rows(char const* where, gated_delta_rule_shape const& shape, 
     require_rows(where, "k", in.k, tokens, shape.key_heads * shape.key_dim, here);
     require_rows(where, "v", in.v, tokens, shape.value_heads * shape.value_dim, here);
     require_rows(where, "g", in.g, tokens, shape.value_heads, here);
-    if constexpr (Erases) require_rows(where, "beta", in.beta, tokens, shape.value_heads, here);
+    if constexpr (Erases)
+        require_rows(where, "beta", in.beta, tokens, shape.value_heads, here);
+    else
+        require(!in.beta.data(), where, "beta", "none, for nothing is erased", "some", here);
 }
 
 /// The same of sequences.

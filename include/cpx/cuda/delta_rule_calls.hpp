@@ -31,7 +31,7 @@ delta_rule_path run_delta_rule(char const* where, gated_delta_rule_shape const& 
     require_delta_apart(where, in, {{"o", o}, {"last", last}, {"workspace", workspace}, {"saved", in.saved}}, {}, here);
     if (in.offsets.size() == 1) return delta_rule_path::plain;
     if constexpr (std::same_as<T, __nv_bfloat16>)
-        if (space.hopper && delta_in_panels(in.q, in.k, in.v, o)) {
+        if (space.hopper && row_vector(in.q, in.k, in.v, o) == 16) {
             launch_delta_hopper<Erases>(shape, in, o, last, space, workspace.data(), stream, here);
             return delta_rule_path::tensor_cores;
         }
@@ -74,7 +74,7 @@ delta_rule_path run_delta_rule_backward(char const* where, gated_delta_rule_shap
     if (in.offsets.size() == 1) return delta_rule_path::plain;
     if constexpr (std::same_as<T, __nv_bfloat16>)
         if (space.hopper) {
-            require(delta_in_panels(in.q, in.k, in.v, dout, to.dq, to.dk, to.dv), where, "rows",
+            require(row_vector(in.q, in.k, in.v, dout, to.dq, to.dk, to.dv) == 16, where, "rows",
                     "at multiples of 16 bytes, or shape.path = plain", "others", here);
             launch_delta_hopper_backward<Erases>(shape, in, dout, dlast, to, space, workspace.data(), stream, here);
             return delta_rule_path::tensor_cores;

@@ -28,7 +28,7 @@ delta_rule_path run_delta_rule_fold(char const* where, gated_delta_rule_shape co
     require_delta_apart(where, in, {{"maps", maps}, {"ends", ends}, {"workspace", workspace}}, {}, here);
     if (sequences == 0) return delta_rule_path::plain;
     if constexpr (std::same_as<T, __nv_bfloat16>)
-        if (space.hopper && delta_in_panels(in.k, in.v)) {
+        if (space.hopper && row_vector(in.k, in.v) == 16) {
             launch_delta_hopper_fold<Erases>(shape, in, maps, ends, space, workspace.data(), stream, here);
             return delta_rule_path::tensor_cores;
         }
@@ -60,7 +60,7 @@ delta_rule_path run_delta_rule_backward_fold(char const* where, gated_delta_rule
     require_delta_apart(where, in, {{"dstates", dstates}, {"workspace", workspace}}, {{"dout", dout}}, here);
     if (sequences == 0) return delta_rule_path::plain;
     if constexpr (std::same_as<T, __nv_bfloat16>)
-        if (space.hopper && delta_in_panels(in.q, in.k, dout)) {
+        if (space.hopper && row_vector(in.q, in.k, dout) == 16) {
             launch_delta_hopper_backward_fold<Erases>(shape, in, dout, dstates, space, workspace.data(), stream, here);
             return delta_rule_path::tensor_cores;
         }

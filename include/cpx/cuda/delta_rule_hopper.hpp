@@ -130,12 +130,6 @@ delta_space delta_backward_space(gated_delta_rule_shape const& shape, index_t to
     return space;
 }
 
-/// Whether the copy engine can read and write these.
-template <class... T>
-bool delta_in_panels(T const&... r) {
-    return vector_bytes({address(r.data())..., row_bytes(r)...}) == 16;
-}
-
 /// Launches a kernel that waits for the one before it by itself, with much shared memory.
 template <class... P>
 void launch_hopper(void (*kernel)(P...), index_t blocks, int threads, std::size_t shared, cudaStream_t stream,
@@ -317,10 +311,6 @@ delta_space delta_fold_space(gated_delta_rule_shape const& shape, index_t tokens
 template <bool Erases, class T>
 delta_space delta_backward_space(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences, bool) {
     return delta_plain_backward_space(shape, tokens, sequences);
-}
-template <class... T>
-bool delta_in_panels(T const&...) {
-    return false;
 }
 template <bool Erases, class... A>
 void launch_delta_hopper(A const&...) {}

@@ -15,17 +15,9 @@ namespace cpx::cuda {
 template <class T>
 struct gated_delta_rule_step_input {
     rows<T const> q, k, v;
-    rows<float const> g, beta;
+    rows<float const> g, beta = {};      ///< of a decay a head no beta, and q and k of any norm
     std::span<index_t const> slots = {}; ///< (rows): which state a row has, no two the same one; below 0: none, and its
                                          ///< output is left alone; empty: row i has state i
-};
-
-/// The same for a decay a head; q and k of any norm.
-template <class T>
-struct head_decay_step_input {
-    rows<T const> q, k, v;
-    rows<float const> g;
-    std::span<index_t const> slots = {}; ///< as above
 };
 
 namespace detail {
@@ -91,11 +83,10 @@ void gated_delta_rule_step(gated_delta_rule_shape const& shape,
 /// The same of a decay a head, as `head_decay_attention` has it.
 template <gpu_number T>
 void head_decay_attention_step(gated_delta_rule_shape const& shape,
-                               std::type_identity_t<head_decay_step_input<T>> const& in, rows<T> o,
+                               std::type_identity_t<gated_delta_rule_step_input<T>> const& in, rows<T> o,
                                std::span<float> states, cudaStream_t stream, caller here = caller::here()) {
     auto const range = named_range<"cpx head_decay_attention_step">();
-    gated_delta_rule_step_input<T> const all{in.q, in.k, in.v, in.g, {}, in.slots};
-    detail::run_delta_rule_step<false>("cuda::head_decay_attention_step", shape, all, o, states, stream, here);
+    detail::run_delta_rule_step<false>("cuda::head_decay_attention_step", shape, in, o, states, stream, here);
 }
 
 } // namespace cpx::cuda

@@ -31,29 +31,29 @@ index_t head_decay_attention_fold_workspace(gated_delta_rule_shape const& shape,
 ///     S_t = exp(g_t) S_{t-1} + k_t v_t^T,    o_t = scale S_t^T q_t
 ///
 /// Arguments, paths, bits and errors as of `gated_delta_rule`, of whose kernels these are the member that erases
-/// nothing. The host's is `cpx::head_decay_attention`.
+/// nothing: beta and what is saved are left empty. The host's is `cpx::head_decay_attention`.
 template <gpu_number T>
 delta_rule_path head_decay_attention(gated_delta_rule_shape const& shape,
-                                     std::type_identity_t<head_decay_input<T>> const& in, rows<T> o,
+                                     std::type_identity_t<gated_delta_rule_input<T>> const& in, rows<T> o,
                                      std::span<float> last, std::span<char> workspace, cudaStream_t stream,
                                      caller here = caller::here()) {
     auto const range = named_range<"cpx head_decay_attention">();
-    return detail::run_delta_rule<false>("cuda::head_decay_attention", shape, detail::delta_input(in), o, last,
-                                         workspace, stream, here);
+    return detail::run_delta_rule<false>("cuda::head_decay_attention", shape, in, o, last, workspace, stream, here);
 }
 
 /// Computes the gradients of `head_decay_attention`, given those of o and of the last states, `dlast`, or none.
 ///
 /// Nothing is divided by a decay: g may be minus infinity. Nothing is wanted of the forward but its inputs.
 template <gpu_number T>
-delta_rule_path
-head_decay_attention_backward(gated_delta_rule_shape const& shape, std::type_identity_t<head_decay_input<T>> const& in,
-                              rows<T const> dout, std::span<float const> dlast,
-                              std::type_identity_t<head_decay_gradients<T>> const& to, std::span<char> workspace,
-                              cudaStream_t stream, caller here = caller::here()) {
+delta_rule_path head_decay_attention_backward(gated_delta_rule_shape const& shape,
+                                              std::type_identity_t<gated_delta_rule_input<T>> const& in,
+                                              rows<T const> dout, std::span<float const> dlast,
+                                              std::type_identity_t<gated_delta_rule_gradients<T>> const& to,
+                                              std::span<char> workspace, cudaStream_t stream,
+                                              caller here = caller::here()) {
     auto const range = named_range<"cpx head_decay_attention_backward">();
-    return detail::run_delta_rule_backward<false>("cuda::head_decay_attention_backward", shape, detail::delta_input(in),
-                                                  dout, dlast, detail::delta_gradients(to), workspace, stream, here);
+    return detail::run_delta_rule_backward<false>("cuda::head_decay_attention_backward", shape, in, dout, dlast, to,
+                                                  workspace, stream, here);
 }
 
 /// Computes the step S -> m S + E that every sequence, here a segment of one, makes of the state before it; m is the
@@ -63,23 +63,23 @@ head_decay_attention_backward(gated_delta_rule_shape const& shape, std::type_ide
 /// as in `gated_delta_rule_fold`.
 template <gpu_number T>
 delta_rule_path head_decay_attention_fold(gated_delta_rule_shape const& shape,
-                                          std::type_identity_t<head_decay_input<T>> const& in, std::span<float> maps,
-                                          std::span<float> ends, std::span<char> workspace, cudaStream_t stream,
-                                          caller here = caller::here()) {
-    return detail::run_delta_rule_fold<false>("cuda::head_decay_attention_fold", shape, detail::delta_input(in), maps,
-                                              ends, workspace, stream, here);
+                                          std::type_identity_t<gated_delta_rule_input<T>> const& in,
+                                          std::span<float> maps, std::span<float> ends, std::span<char> workspace,
+                                          cudaStream_t stream, caller here = caller::here()) {
+    return detail::run_delta_rule_fold<false>("cuda::head_decay_attention_fold", shape, in, maps, ends, workspace,
+                                              stream, here);
 }
 
 /// Computes what the outputs of every segment alone make the gradient of the state before it, as
 /// `gated_delta_rule_backward_fold` does.
 template <gpu_number T>
 delta_rule_path head_decay_attention_backward_fold(gated_delta_rule_shape const& shape,
-                                                   std::type_identity_t<head_decay_input<T>> const& in,
+                                                   std::type_identity_t<gated_delta_rule_input<T>> const& in,
                                                    rows<T const> dout, std::span<float> dstates,
                                                    std::span<char> workspace, cudaStream_t stream,
                                                    caller here = caller::here()) {
-    return detail::run_delta_rule_backward_fold<false>("cuda::head_decay_attention_backward_fold", shape,
-                                                       detail::delta_input(in), dout, dstates, workspace, stream, here);
+    return detail::run_delta_rule_backward_fold<false>("cuda::head_decay_attention_backward_fold", shape, in, dout,
+                                                       dstates, workspace, stream, here);
 }
 
 } // namespace cpx::cuda

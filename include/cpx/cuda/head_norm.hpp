@@ -53,11 +53,7 @@ void normalise_rows(norm_input<T> const& n, std::type_identity_t<rows<T>> y, cud
     detail::require_apart(where, {{"y", y}}, {{"x", n.x}, {"z", n.z}}, here, detail::in_place::yes);
     detail::require_apart(where, {{"y", y}}, {{"weight", n.weight}}, here);
     rows<T const> const z = n.z.data() ? n.z : n.x;
-    bool const whole =
-        detail::vector_bytes({detail::address(n.x.data()), detail::row_bytes(n.x), detail::address(z.data()),
-                              detail::row_bytes(z), detail::address(n.weight.data()), detail::address(y.data()),
-                              detail::row_bytes(y)}) == 16;
-    auto const by = kernels::norm_lanes_of<T>(n.dim(), whole);
+    auto const by = kernels::norm_lanes_of<T>(n.dim(), detail::row_vector(n.x, z, n.weight, y) == 16);
     if (by.lanes > 0)
         detail::launch_rows(where, kernels::normalise_rows<T>, n.x.count(), stream, here, n, y, by);
     else
@@ -80,12 +76,7 @@ void normalise_rows_backward(norm_input<T> const& n, std::type_identity_t<rows<T
     detail::require_apart(where, {{"dx", dx}, {"dz", dz}, {"terms", terms}},
                           {{"x", n.x}, {"z", n.z}, {"weight", n.weight}}, here);
     rows<T const> const z = n.z.data() ? n.z : n.x, of_z = n.z.data() ? dz : n.x;
-    bool const whole =
-        detail::vector_bytes({detail::address(n.x.data()), detail::row_bytes(n.x), detail::address(z.data()),
-                              detail::row_bytes(z), detail::address(n.weight.data()), detail::address(dy.data()),
-                              detail::row_bytes(dy), detail::address(dx.data()), detail::row_bytes(dx),
-                              detail::address(of_z.data()), detail::row_bytes(of_z)}) == 16;
-    auto const by = kernels::norm_lanes_of<T>(n.dim(), whole);
+    auto const by = kernels::norm_lanes_of<T>(n.dim(), detail::row_vector(n.x, z, n.weight, dy, dx, of_z) == 16);
     if (by.lanes > 0)
         detail::launch_rows(where, kernels::normalise_rows_backward<T>, n.x.count(), stream, here, n, dy, dx, dz, terms,
                             by);

@@ -24,8 +24,7 @@ void normalise_heads(rows<T const> x, index_t dim, rows<T> y, bool back, cudaStr
     detail::require_apart(where, {{"y", y}}, {{"x", x}}, here);
     index_t const heads = x.width() / dim, items = x.count() * heads;
     if (items == 0) return;
-    bool const whole = detail::vector_bytes({detail::address(x.data()), detail::row_bytes(x), detail::address(y.data()),
-                                             detail::row_bytes(y)}) == 16;
+    bool const whole = detail::row_vector(x, y) == 16;
     auto const by = kernels::norm_lanes_of<T>(dim, whole);
     if (by.lanes > 0 && x.count() < index_t{1} << 33) {
         kernels::normalise_heads<T><<<static_cast<unsigned>((x.count() + 7) / 8), dim3(32, 8), 0, stream>>>(

@@ -59,8 +59,7 @@ template <bool Scatter, class T, class I>
 void move_rows(rows<T const> from, I const* list, index_t count, rows<T> to, cudaStream_t stream, caller here) {
     index_t const width = to.width() * static_cast<index_t>(sizeof(T));
     if (count == 0 || width == 0) return;
-    int const bytes = vector_bytes({address(from.data()), address(to.data()), row_bytes(from), row_bytes(to)});
-    kernels::with_bytes<1>(bytes, [&](auto size) {
+    kernels::with_bytes<1>(row_vector(from, to), [&](auto size) {
         row_shape const shape(count, width / size, 4);
         launch_early(kernels::move_rows<Scatter, kernels::bytes_at_once<size>, I>, shape.grid, shape.block, 0, stream,
                      "move_rows", here,
@@ -134,9 +133,7 @@ void scatter_add_rows(std::type_identity_t<rows<T const>> from, std::span<I cons
     detail::require_listed<T, I>("cuda::scatter_add_rows", from, list, to, from, "the rows of from", here, order);
     if (from.count() == 0 || from.width() == 0) return;
     auto const range = named_range<"cpx scatter_add_rows">();
-    int const bytes = detail::vector_bytes(
-        {detail::address(from.data()), detail::address(to.data()), detail::row_bytes(from), detail::row_bytes(to)});
-    kernels::with_bytes<sizeof(T)>(bytes, [&](auto size) {
+    kernels::with_bytes<sizeof(T)>(detail::row_vector(from, to), [&](auto size) {
         constexpr int at_once = size / static_cast<int>(sizeof(T));
         index_t const element = static_cast<index_t>(sizeof(T));
         detail::row_shape const shape(from.count(), from.width() / at_once, 1);

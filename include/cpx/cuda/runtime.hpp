@@ -54,6 +54,16 @@ inline int device_of(void const* pointer) {
 
 namespace detail {
 
+/// Calls `f` with the least of ascending numbers that is not less than `n`, or with the last, as an
+/// std::integral_constant.
+template <int First, int... More, class F>
+void with_least(index_t n, F&& f) {
+    if constexpr (sizeof...(More) == 0)
+        f(std::integral_constant<int, First>());
+    else
+        n <= First ? f(std::integral_constant<int, First>()) : with_least<More...>(n, f);
+}
+
 template <auto End>
 struct ended_by {
     void operator()(auto* handle) const { static_cast<void>(End(handle)); }

@@ -33,12 +33,7 @@ void in_launches(std::span<T const> list, F&& launch) {
 /// Calls `f` with how many numbers a launch is to bring, of `count`: what is launched is copied, needed or not.
 template <class F>
 void with_room(std::size_t count, F&& f) {
-    if (count <= 256)
-        f(std::integral_constant<int, 256>());
-    else if (count <= 640)
-        f(std::integral_constant<int, 640>());
-    else
-        f(std::integral_constant<int, 4000>());
+    with_least<256, 640, 4000>(static_cast<index_t>(count), f);
 }
 
 } // namespace detail

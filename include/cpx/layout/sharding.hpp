@@ -185,7 +185,8 @@ public:
         detail::require_rank("sharding::rows", rank, ranks(), here);
         index_t count = 0;
         if constexpr (layout<P> && Scope == scope::sequence && std::same_as<Cut, balanced>) { // no piece is asked for
-            auto const owned = owned_chunks(policy_, rank);
+            std::vector<int> owned;
+            list_chunks(policy_, rank, owned);
             detail::balanced_begins const begins(policy_.chunks());
             for (index_t i = 0; i < runs(); ++i) {
                 auto const begin = begins.of(batch_.length(i));
@@ -207,13 +208,13 @@ public:
             }
         };
         if constexpr (layout<P> && detail::ascends<Cut>) { // chunks and reciprocal are found once for all runs
-            owned = owned_chunks(policy_, rank);
+            list_chunks(policy_, rank, owned);
             detail::balanced_begins const begins(policy_.chunks());
             for (index_t i = 0; i < runs(); ++i) cut_run(run(i), policy_.chunks(), begins.of(run(i).size()));
         } else {
             for (index_t i = 0; i < runs(); ++i) {
                 auto const l = layout_at(policy_, run(i).size());
-                if (!layout<P> || i == 0) owned = owned_chunks(l, rank);
+                if (!layout<P> || i == 0) list_chunks(l, rank, owned);
                 cut_run(run(i), l.chunks(), begins_of(run(i), l.chunks()));
             }
         }
@@ -259,10 +260,10 @@ private:
                       "cpx: sharding(batch, layout) wants a cpx::thd and a layout: sharding(batch, zigzag<4>{})");
         throw;
     }
-    static std::vector<int> owned_chunks(layout auto const& l, int rank) {
-        std::vector<int> owned;
+    /// Lists the chunks of a rank in memory that is there, as rules choose other ones for each run.
+    static void list_chunks(layout auto const& l, int rank, std::vector<int>& owned) {
+        owned.clear();
         for_each_chunk(l, rank, [&](int c) { owned.push_back(c); });
-        return owned;
     }
 
     /// Returns whether every rank holds the same rows. Cost: O(runs * chunks).

@@ -247,8 +247,8 @@ void attend_backward_keys(attention_queries<T, Q, M> const& from, sharded<T cons
     auto memory = k.memory().template zeros<sum>(where, {held, 2, width}, here);
     rows<sum> const terms(memory.data(), held, 2 * width);
     attend_rows_backward_keys(from, k, v, at, 1, scale, terms.columns(0, width), terms.columns(width, width), here);
-    sum_readers<T>(sharding, rank, heads.key_heads, heads.query_heads, at.dim, terms, std::array{dk.data(), dv.data()},
-                   comm, here, where);
+    sum_readers<T>(sharding, heads.key_heads, heads.query_heads, at.dim, terms, std::array{dk.data(), dv.data()}, comm,
+                   here, where);
 }
 
 } // namespace detail

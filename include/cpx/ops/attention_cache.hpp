@@ -29,21 +29,18 @@ class attention_cache {
 public:
     static_assert(
         !std::same_as<T, detail::untold>,
-        "cpx: an attention_cache cannot tell its elements; write attention_cache<float>(heads, sharding, rank)");
+        "cpx: an attention_cache cannot tell its elements; write attention_cache<float>(heads, sharding, comm)");
 
     /// `sharding` is on what keys and values are: by tokens, whatever their layout; by heads; or replicated. Of its
-    /// batch only the number of sequences counts. Throws `cpx::error` if there is no such rank or heads do not fit.
-    template <any_sharding S>
-    attention_cache(attention_heads const& heads, S const& sharding, int rank, M const& memory,
-                    caller here = caller::here())
-        : heads_(heads), keys_(checked(heads, sharding, rank, here)), rank_(rank), ranks_(sharding.ranks()),
+    /// batch only the number of sequences counts. comm: in the memory of whose rank they are kept; nothing moves.
+    /// Throws `cpx::error` if its ranks are not the sharding's or heads do not fit.
+    template <any_sharding S, any_transport Comm>
+        requires std::same_as<rank_memory_of<Comm>, M>
+    attention_cache(attention_heads const& heads, S const& sharding, Comm const& comm, caller here = caller::here())
+        : heads_(heads), keys_(checked(heads, sharding, comm, here)), rank_(comm.rank()), ranks_(comm.ranks()),
           whole_(S::every_row), last_(thd::uniform(sharding.batch().sequences(), 0)),
           lengths_(static_cast<std::size_t>(last_.sequences())), tokens_(lengths_.size()),
-          kept_(last_.sequences(), keys_.size() * heads.dim, memory) {}
-    template <any_sharding S>
-    attention_cache(attention_heads const& heads, S const& sharding, int rank, caller here = caller::here())
-        requires std::default_initializable<M>
-        : attention_cache(heads, sharding, rank, M(), here) {}
+          kept_(last_.sequences(), keys_.size() * heads.dim, rank_memory(comm)) {}
     template <class X = void>
     explicit attention_cache(detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {})
         : attention_cache(unfit<X>()) {}
@@ -79,16 +76,16 @@ private:
     static constexpr char const* where = "attention_cache";
     template <class X>
     static attention_cache&& unfit() {
-        static_assert(detail::never<X>, "cpx: attention_cache<T>(heads, sharding, rank) wants attention_heads, on what "
-                                        "keys and values are sharded, and a rank");
+        static_assert(detail::never<X>, "cpx: attention_cache<T>(heads, sharding, comm) wants attention_heads, on what "
+                                        "keys and values are sharded, and the transport of its ranks");
         throw;
     }
     template <any_sharding Q>
     friend class cached_attention;
 
-    template <any_sharding S>
-    static range checked(attention_heads const& heads, S const& sharding, int rank, caller here) {
-        detail::require_rank(where, rank, sharding.ranks(), here);
+    template <any_sharding S, class Comm>
+    static range checked(attention_heads const& heads, S const& sharding, Comm const& comm, caller here) {
+        int const rank = detail::rank_in(where, sharding, comm, here);
         detail::require_some_heads(where, heads, here);
         return sharding.heads(rank, heads.key_heads);
     }
@@ -167,12 +164,14 @@ attention_cache(detail::any = {}, detail::any = {}, detail::any = {}, detail::an
 template <any_sharding Q>
 class cached_attention {
 public:
-    /// `queries`: on what the queries are; q and o are tensors of it. Pure. Throws `cpx::error` if there is no such
-    /// rank.
-    cached_attention(Q const& queries, int rank, caller here = caller::here())
-        : queries_(queries), everywhere_(queries.ranks(), queries.batch()), rank_(rank),
-          gather_(relayout(source(queries, everywhere_), everywhere_, rank, here)),
-          back_(relayout(partials(queries, here), joined(queries, here), rank, here)) {}
+    /// `queries`: on what the queries are; q and o are tensors of it. comm: whose rank attends; nothing moves. Throws
+    /// `cpx::error` if its ranks are not those of the queries.
+    template <any_transport Comm>
+    cached_attention(Q const& queries, Comm const& comm, caller here = caller::here())
+        : queries_(queries), everywhere_(queries.ranks(), queries.batch()),
+          rank_(detail::rank_in(where, queries, comm, here)),
+          gather_(relayout(source(queries, everywhere_), everywhere_, rank_, here)),
+          back_(relayout(partials(queries, here), joined(queries, here), rank_, here)) {}
     template <class X = detail::any>
     explicit cached_attention(X const& = {}, detail::any = {}, detail::any = {}) : cached_attention(unfit<X>()) {}
 
@@ -208,8 +207,8 @@ private:
 
     template <class X>
     static cached_attention const& unfit() {
-        static_assert(detail::never<X>, "cpx: cached_attention(queries, rank) wants on what queries are sharded, and "
-                                        "this rank");
+        static_assert(detail::never<X>, "cpx: cached_attention(queries, comm) wants on what queries are sharded, and "
+                                        "the transport of its ranks");
         throw;
     }
 
@@ -304,9 +303,9 @@ private:
 };
 template <class X = detail::any>
 cached_attention(X const& = {}, detail::any = {}, detail::any = {}) -> cached_attention<replicated<>>;
-template <any_sharding Q>
-cached_attention(Q const&, int) -> cached_attention<Q>;
-template <any_sharding Q>
-cached_attention(Q const&, int, caller) -> cached_attention<Q>;
+template <any_sharding Q, any_transport Comm>
+cached_attention(Q const&, Comm const&) -> cached_attention<Q>;
+template <any_sharding Q, any_transport Comm>
+cached_attention(Q const&, Comm const&, caller) -> cached_attention<Q>;
 
 } // namespace cpx

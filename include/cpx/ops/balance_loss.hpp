@@ -21,6 +21,7 @@ struct balance_loss {
     T loss = 0;
     row_buffer<double> choices; ///< (sequences or 1, experts), how many there are of each expert: whole numbers
     row_buffer<double> factor;  ///< (sequences or 1, experts), d loss / d probability of every token
+    int rank = 0;               ///< whose loss this is
 };
 
 namespace detail {
@@ -50,8 +51,7 @@ template <class T, any_sharding S, transport Comm>
 balance_loss<T> expert_balance(expert_choices<T> const& of, S const& sharding, balance_over over, Comm& comm,
                                caller here = caller::here()) {
     char const* const where = "expert_balance";
-    int const rank = comm.rank();
-    require(sharding.ranks() == comm.ranks(), where, "ranks of the sharding", comm.ranks(), sharding.ranks(), here);
+    int const rank = detail::rank_in(where, sharding, comm, here);
     require(over == balance_over::sequence || over == balance_over::batch, where, "over", "sequence or batch",
             static_cast<int>(over), here);
     index_t const experts = of.logits.width(), count = of.chosen.width();
@@ -88,7 +88,7 @@ balance_loss<T> expert_balance(expert_choices<T> const& of, S const& sharding, b
         }
     }
 
-    balance_loss<T> result{0, {units, experts, here}, {units, experts, here}};
+    balance_loss<T> result{0, {units, experts, here}, {units, experts, here}, rank};
     auto const tokens = [&](index_t unit) {
         index_t sum = 0;
         for (index_t s = one ? 0 : unit; s < (one ? batch.sequences() : unit + 1); ++s) sum += batch.valid(s);
@@ -117,13 +117,14 @@ detail::refused expert_balance(X const& = {}, detail::any = {}, detail::any = {}
 
 /// Adds the gradient of a `balance_loss` to that of this rank's logits, which `moe_backward` takes: (rows, experts).
 ///
-/// of, sharding: those of the loss; dloss: the gradient of what it is part of, such as its coefficient.
+/// of, sharding: those of the loss, on its rank; dloss: the gradient of what it is part of, such as its coefficient.
 /// Choices have no gradient, probabilities do. Throws `cpx::error` if shapes do not fit.
 template <class T, any_sharding S>
-void balance_loss_backward(balance_loss<T> const& of_batch, expert_choices<T> const& of, S const& sharding, int rank,
+void balance_loss_backward(balance_loss<T> const& of_batch, expert_choices<T> const& of, S const& sharding,
                            std::type_identity_t<T> dloss, std::type_identity_t<rows<T>> dlogits,
                            caller here = caller::here()) {
     char const* const where = "balance_loss_backward";
+    int const rank = of_batch.rank;
     index_t const experts = of_batch.factor.width(), units = of_batch.factor.count();
     detail::require_shape(where, "logits", of.logits.view(), detail::rows_of_rank(where, sharding, rank, here), experts,
                           here);
@@ -145,7 +146,7 @@ void balance_loss_backward(balance_loss<T> const& of_batch, expert_choices<T> co
 template <class X, class Y>
 void balance_loss_backward(X const&, Y const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<Y>,
-                  "cpx: balance_loss_backward(loss, of, sharding, rank, dloss, dlogits) wants the expert_choices and "
+                  "cpx: balance_loss_backward(loss, of, sharding, dloss, dlogits) wants the expert_choices and "
                   "the sharding of the loss, and rows of its elements for dlogits");
 }
 

@@ -259,7 +259,7 @@ void convolve_backward(convolution_backward<T, S> const& to, Comm& comm, caller 
     rows<T> const x_halo(x_values.data(), before.target_rows, channels);
     rows<T> const dz(dz_values.data(), before.source_rows, channels);
     rows<T> const dz_halo(future_values.data(), after.target_rows, channels);
-    weight_sums<S> const sums(x.sharding(), before.rank, to.order, here, where);
+    weight_sums const sums(x.sharding(), to.order, comm, here, where);
     conv_weights<T> const by{by_tap(to.weight), to.bias.empty() ? nullptr : to.bias.data(), to.act};
     run_for const of(where, convolution_arguments(to.act, to.bias));
     exchange_rows(before, x.data(), x_halo, comm, here, of);
@@ -273,8 +273,8 @@ void convolve_backward(convolution_backward<T, S> const& to, Comm& comm, caller 
                                 to.dbias.empty() ? nullptr : to.dbias.data());
     }
     if (dweight.data() && sums.moves()) { // whole sequences, some channels
-        auto const all_x = sums.share(x, channels, comm, here);
-        auto const all_dz = sums.share(sharded(dz, x.sharding(), x.rank()), channels, comm, here);
+        auto const all_x = sums.share(x, channels, here);
+        auto const all_dz = sums.share(sharded(dz, x.sharding(), x.rank()), channels, here);
         range const own = all_x.share;
         thd const& batch = x.sharding().batch();
         for (index_t s = 0; !own.empty() && s < batch.sequences(); ++s)

@@ -58,13 +58,10 @@ void gated_delta_mixer_backward(gated_delta_mixer<How, S> const& mixer, gated_de
                                                       dg.columns(0, n.values), dg.columns(n.values, n.values),
                                                       b(dx.data()), a(dx.data()), terms.view()});
     auto sums = buffer(2 * n.values);
-    weight_sums<S>(sharding, rank, order, here, where)
-        .terms(
-            std::span(sums),
-            [&](index_t row, std::span<T> into) {
-                for (index_t j = 0; j < 2 * n.values; ++j) into[static_cast<std::size_t>(j)] += terms.view()(row, j);
-            },
-            comm, here);
+    auto const add = [&](index_t row, std::span<T> into) {
+        for (index_t j = 0; j < 2 * n.values; ++j) into[static_cast<std::size_t>(j)] += terms.view()(row, j);
+    };
+    weight_sums(sharding, order, comm, here, where).terms(std::span(sums), add, here);
     add_local_rows(sharding, rank, per_head, rows<T const>(sums.data(), n.values, 1), to.A_log, here);
     add_local_rows(sharding, rank, per_head, rows<T const>(sums.data() + n.values, n.values, 1), to.dt_bias, here);
 
@@ -124,23 +121,21 @@ struct gated_delta_net_backward_pass {
         int const rank = net.mixer_.states.rank;
         index_t const heads = config.heads.value_heads, v = heads * config.heads.value_dim;
         index_t const qkv = 2 * config.heads.key_heads * config.heads.key_dim + v, count = saved.o->data().count();
-        weight_sums<S> const sums(sharding, rank, to.order, here, where);
+        weight_sums const sums(sharding, to.order, comm, here, where);
 
         std::span<T const> const gain(w.norm.data(), static_cast<std::size_t>(w.norm.width()));
         T const eps = static_cast<T>(config.eps);
         auto const &o = *saved.o, &z = *saved.z;
         auto normed = o, dnormed = o, dout = o, dz = z;
         gated_rms_norm<T>(o.data(), z.data(), gain, eps, normed.data());
-        sums.linear(sums.whole(normed, comm, here), dy, to.weights.out_proj, comm, here);
+        sums.linear(sums.whole(normed, here), dy, to.weights.out_proj, here);
         project_backward_input<T>(dy.data(), w.out_proj, dnormed.data());
         auto const row_of = [](auto& of, index_t row) { return of.data().sub(row, 1); };
-        sums.terms(
-            std::span(to.weights.norm.data(), gain.size()),
-            [&](index_t row, std::span<T> dgain) {
-                differentiate_gated_norm<T>(row_of(o, row), row_of(z, row), gain, eps, row_of(dnormed, row),
-                                            row_of(dout, row), row_of(dz, row), dgain);
-            },
-            comm, here);
+        auto const add = [&](index_t row, std::span<T> dgain) {
+            differentiate_gated_norm<T>(row_of(o, row), row_of(z, row), gain, eps, row_of(dnormed, row),
+                                        row_of(dout, row), row_of(dz, row), dgain);
+        };
+        sums.terms(std::span(to.weights.norm.data(), gain.size()), add, here);
 
         tensor<T, S> dprojected(sharding, rank, qkv + 2 * heads, here);
         if constexpr (std::same_as<S, Mix>) {
@@ -156,13 +151,13 @@ struct gated_delta_net_backward_pass {
             exchange_rows(moves.gradient_back, dlocal.data(), dprojected.data(), comm, here, where);
         }
 
-        auto const in = sums.whole(x, comm, here);
+        auto const in = sums.whole(x, here);
         tensor<T, S> dx(sharding, rank, config.hidden, here);
         project_backward_input<T>(dz.data(), w.in_proj_z, to.dx.data());
-        sums.linear(in, dz, to.weights.in_proj_z, comm, here);
+        sums.linear(in, dz, to.weights.in_proj_z, here);
         auto const projection = [&](index_t first, rows<T const> weight, rows<T> dweight) {
             auto const d = dprojected.view().columns(first, weight.count());
-            sums.linear(in, d, dweight, comm, here);
+            sums.linear(in, d, dweight, here);
             project_backward_input<T>(d.data(), weight, dx.data());
             for (index_t row = 0; row < count; ++row)
                 for (index_t j = 0; j < config.hidden; ++j) to.dx.data()(row, j) += dx.data()(row, j);

@@ -273,7 +273,7 @@ public:
     /// Sums the terms. Collective.
     void finish(char const* where, caller here) const {
         for (group const& g : groups_)
-            sum_readers<T>(this->sharding_, this->plan_.rank, g.heads, this->r_.states().heads, g.width, terms(g),
+            sum_readers<T>(this->sharding_, g.heads, this->r_.states().heads, g.width, terms(g),
                            std::span<rows<T> const>(g.members), comm_, here, where);
     }
 

@@ -93,12 +93,12 @@ void add_readers(host_memory, rows<T const> terms, index_t group, index_t width,
 ///
 /// Throws `cpx::error` on heads or shapes that do not fit, and what `exchange` throws. Errors begin with `where`.
 template <class T, any_sharding S, any_transport Comm>
-void sum_readers(S const& sharding, int rank, index_t shared, index_t readers, index_t width,
+void sum_readers(S const& sharding, index_t shared, index_t readers, index_t width,
                  rows<typename rank_memory_of<Comm>::template sum<T> const> terms,
                  std::type_identity_t<std::span<rows<T> const>> sums, Comm& comm, caller here = caller::here(),
                  char const* where = "sum_readers") {
     using sum = typename rank_memory_of<Comm>::template sum<T>;
-    detail::require_rank(where, rank, sharding.ranks(), here);
+    int const rank = detail::rank_in(where, sharding, comm, here);
     detail::require_groups(where, "readers", readers, "shared heads", shared, here);
     index_t const tensors = std::ssize(sums);
     detail::product(where, "readers x width", {tensors, readers, width}, here);
@@ -132,7 +132,7 @@ void sum_readers(S const& sharding, int rank, index_t shared, index_t readers, i
 template <class X = detail::any>
 void sum_readers(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
                  detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
-    static_assert(detail::never<X>, "cpx: sum_readers<T>(sharding, rank, shared, readers, width, terms, sums, comm) "
+    static_assert(detail::never<X>, "cpx: sum_readers<T>(sharding, shared, readers, width, terms, sums, comm) "
                                     "wants rows of terms, not const, a list of rows of sums and a cpx::transport");
 }
 

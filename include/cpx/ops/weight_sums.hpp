@@ -32,15 +32,16 @@ struct summed_rows {
 /// Every rank ends with its share of each sum, and `sum_over_ranks` of all gradients in one call completes them. Where
 /// every rank holds every row, by heads, sums are in the order of the batch already, over the rank's own columns; then
 /// `add_local_rows` puts them in their places.
-/// Members that take `comm` are collective; `whole` and `share` are for any memory.
-template <any_sharding S>
+/// What adds rows up is collective; `whole` and `share` are for any memory.
+template <any_sharding S, any_transport Comm>
 class weight_sums {
 public:
-    /// Errors of its exchanges begin with `by`: the operator whose gradients these are.
-    weight_sums(S const& sharding, int rank, sum_order order, caller here = caller::here(),
+    /// comm, which must outlive this: the ranks of the sharding. Errors of its exchanges begin with `by`: the operator
+    /// whose gradients these are.
+    weight_sums(S const& sharding, sum_order order, Comm& comm, caller here = caller::here(),
                 char const* by = "weight_sums")
-        : sharding_(sharding), rank_(rank), order_(order), by_(by) {
-        detail::require_rank(by, rank, sharding.ranks(), here);
+        : sharding_(sharding), order_(order), comm_(&comm), by_(by) {
+        static_cast<void>(detail::rank_in(by, sharding, comm, here));
         require(order == sum_order::by_rank || order == sum_order::by_row, by, "order", "by_rank or by_row",
                 static_cast<int>(order), here);
     }
@@ -51,23 +52,22 @@ public:
     S const& sharding() const { return sharding_; }
     sum_order order() const { return order_; }
     /// Returns whether this rank has something to add. On `replicated`, where all ranks have the same, only rank 0 has.
-    bool speaks() const { return !S::every_row || rank_ == 0 || !sharding_.sections().empty(); }
+    bool speaks() const { return !S::every_row || comm_->rank() == 0 || !sharding_.sections().empty(); }
     /// Returns whether rows must move first.
     bool moves() const { return order_ == sum_order::by_row && !S::every_row; }
 
     /// Returns the rows to add up, whole.
-    template <sharded_anywhere X, any_transport Comm>
-    summed_rows<element_of<X>, memory_of<X>> whole(X const& x, Comm& comm, caller here = caller::here()) const {
+    template <sharded_anywhere X>
+    summed_rows<element_of<X>, memory_of<X>> whole(X const& x, caller here = caller::here()) const {
         rows<element_of<X> const> const own = rows_of(x, here);
         if (!moves()) return {own, {0, own.width()}, {}};
-        return gather(own, replicated<>(sharding_.ranks(), sharding_.batch()), own.width(), comm, here);
+        return gather(own, replicated<>(sharding_.ranks(), sharding_.batch()), own.width(), here);
     }
 
     /// Returns the rows to add up, with this rank's columns of every section. The columns of `x` are sections of
     /// `columns` columns, of each of which the rank has the same columns.
-    template <sharded_anywhere X, any_transport Comm>
-    summed_rows<element_of<X>, memory_of<X>> share(X const& x, index_t columns, Comm& comm,
-                                                   caller here = caller::here()) const {
+    template <sharded_anywhere X>
+    summed_rows<element_of<X>, memory_of<X>> share(X const& x, index_t columns, caller here = caller::here()) const {
         rows<element_of<X> const> const own = rows_of(x, here);
         require(
             columns > 0 ? own.width() % columns == 0 : own.width() == 0, "weight_sums::share", "columns of a section",
@@ -77,21 +77,21 @@ public:
         if (!moves()) return {own, {0, columns}, {}};
         std::vector<section> const sections(static_cast<std::size_t>(own.width() / columns), {columns, 1});
         head_sharded<> const split(sharding_.ranks(), sharding_.batch(), sections, here);
-        range const held = split.heads(rank_, columns), owned = owned_heads(split, rank_, columns);
-        auto all = gather(own, split, held.size() * std::ssize(sections), comm, here);
+        int const rank = comm_->rank();
+        range const held = split.heads(rank, columns), owned = owned_heads(split, rank, columns);
+        auto all = gather(own, split, held.size() * std::ssize(sections), here);
         if (owned.empty()) all.data = all.data.sub(0, 0); // a lower rank speaks for these columns
         all.share = owned;
         return all;
     }
 
     /// Adds `dy^T x` to `dweight`: (columns of dy, columns of x), the gradient of a projection. `x` is from `whole`.
-    template <class T, sharded_like Dy, transport Comm>
-    void linear(summed_rows<T> const& x, Dy const& dy, rows<T> dweight, Comm& comm,
-                caller here = caller::here()) const {
+    template <class T, sharded_like Dy>
+    void linear(summed_rows<T> const& x, Dy const& dy, rows<T> dweight, caller here = caller::here()) const {
         auto const of_y = rows_of(dy, here);
         detail::require_shape("weight_sums::linear", "dweight", dweight, of_y.width(), x.data.width(), here);
         detail::require_apart("weight_sums::linear", {{"dweight", dweight}}, {{"x", x.data}, {"dy", of_y}}, here);
-        auto const own = share(dy, of_y.width(), comm, here);
+        auto const own = share(dy, of_y.width(), here);
         if (own.share.empty()) return;
         linear_backward_weight<T>(own.data, x.data, dweight.sub(own.share.first, own.share.size()), here);
     }
@@ -99,32 +99,34 @@ public:
     /// Adds what `term(row, sums)` adds for every row of this rank to `sums`: the gradients of a norm or a bias.
     ///
     /// By row, the terms of a row are added up first, then the rows. `term` is called once a row, rows ascending.
-    template <class T, class Term, transport Comm>
-    void terms(std::span<T> sums, Term&& term, Comm& comm, caller here = caller::here()) const {
-        index_t const count = sharding_.rows(rank_), width = std::ssize(sums);
+    template <class T, std::invocable<index_t, std::span<T>> Term>
+    void terms(std::span<T> sums, Term&& term, caller here = caller::here()) const
+        requires transport<Comm>
+    {
+        index_t const count = sharding_.rows(comm_->rank()), width = std::ssize(sums);
         if (!moves()) {
             std::vector<T> unheard(speaks() ? 0 : sums.size());
             for (index_t row = 0; row < count; ++row) term(row, speaks() ? sums : std::span(unheard));
             return;
         }
-        tensor<T, S> of_rows(sharding_, rank_, width, here);
+        tensor<T, S> of_rows(sharding_, comm_->rank(), width, here);
         for (index_t row = 0; row < count; ++row)
             term(row, std::span<T>(of_rows.data().row(row), static_cast<std::size_t>(width)));
-        auto const own = share(of_rows, width, comm, here);
+        auto const own = share(of_rows, width, here);
         for (index_t row = 0; row < own.data.count(); ++row)
             for (index_t column = own.share.first; column < own.share.last; ++column)
                 sums[static_cast<std::size_t>(column)] += own.data(row, column - own.share.first);
     }
 
     /// Adds the gradient of an `expert_linear` whose rows are those of `at`, `expert_rows` or an `expert_exchange`, to
-    /// `dweight`: (all experts * out, in). x: (rows of at, in), dy: (rows of at, out). comm: all ranks that have tokens
+    /// `dweight`: (all experts * out, in). x: (rows of at, in), dy: (rows of at, out). all: the ranks that have tokens
     /// or experts, of several batches, too.
-    template <class T, class Experts, transport Comm>
+    template <class T, class Experts, transport All>
     void experts(Experts const& at, std::type_identity_t<rows<T const>> x, std::type_identity_t<rows<T const>> dy,
-                 rows<T> dweight, Comm& comm, caller here = caller::here()) const {
+                 rows<T> dweight, All& all, caller here = caller::here()) const {
         detail::require_shape("weight_sums::experts", "dweight", dweight, at.experts() * dy.width(), x.width(), here);
         experts<T>(
-            at, x, dy, comm,
+            at, x, dy, all,
             [&](auto const& of, rows<T const> of_x, rows<T const> of_y) {
                 index_t const out = of_y.width();
                 expert_linear_backward_weight<T>(of.begins(), of_y, of_x,
@@ -134,21 +136,26 @@ public:
     }
     /// The same in any memory: calls `add(experts, x, dy)` with the rows of `experts.own()` that this rank is to add
     /// up, from `experts.begins()` on; not at all where it has none.
-    template <class T, class Experts, any_transport Comm, class Add>
+    template <class T, class Experts, any_transport All, class Add>
         requires std::invocable<Add&, Experts const&, rows<T const>, rows<T const>>
     void experts(Experts const& at, std::type_identity_t<rows<T const>> x, std::type_identity_t<rows<T const>> dy,
-                 Comm& comm, Add&& add, caller here = caller::here()) const {
+                 All& all, Add&& add, caller here = caller::here()) const {
         if (moves()) {
-            auto const all = expert_exchange<Comm>::of_rows(at, comm, here);
-            auto const all_x = all.template to_experts<T>(x, x.width(), here);
-            auto const all_y = all.template to_experts<T>(dy, dy.width(), here);
-            add(all, all_x.view(), all_y.view());
+            auto const together = expert_exchange<All>::of_rows(at, all, here);
+            auto const all_x = together.template to_experts<T>(x, x.width(), here);
+            auto const all_y = together.template to_experts<T>(dy, dy.width(), here);
+            add(together, all_x.view(), all_y.view());
         } else if (speaks())
             add(at, x, dy);
     }
 
     template <class X = detail::any>
-    detail::refused whole(X const& = {}, detail::any = {}, detail::any = {}) const {
+        requires(!sharded_anywhere<X>)
+    detail::refused whole(X const& = {}) const {
+        return unfit<X>();
+    }
+    template <class X>
+    detail::refused whole(X const&, detail::any, detail::any = {}) const {
         return unfit<X>();
     }
     template <class X = detail::any>
@@ -162,15 +169,16 @@ public:
     }
     template <class X = void>
     detail::refused terms(detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) const {
-        static_assert(detail::never<X>, "cpx: weight_sums::terms(sums, term, comm) wants a std::span of elements, a "
-                                        "function of a row and such a span, and a cpx::transport");
+        static_assert(detail::never<X>,
+                      "cpx: weight_sums::terms(sums, term) wants a std::span of elements and a function "
+                      "of a row and such a span, on the host");
         return {};
     }
     template <class X = void>
     detail::refused experts(detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
                             detail::any = {}) const {
         static_assert(detail::never<X>,
-                      "cpx: weight_sums::experts(at, x, dy, dweight, comm) wants expert_rows or an expert_exchange, "
+                      "cpx: weight_sums::experts(at, x, dy, dweight, all) wants expert_rows or an expert_exchange, "
                       "rows of dweight's elements and a cpx::transport; take rows with view() or data()");
         return {};
     }
@@ -178,15 +186,16 @@ public:
 private:
     template <class X>
     static weight_sums const& of_nothing() {
-        static_assert(detail::never<X>, "cpx: weight_sums(sharding, rank, order) wants the rows' sharding, this rank "
-                                        "and a sum_order");
+        static_assert(detail::never<X>,
+                      "cpx: weight_sums(sharding, order, comm) wants the rows' sharding, a sum_order and "
+                      "the transport of its ranks");
         throw;
     }
     template <class X>
     static detail::refused unfit() {
         static_assert(detail::never<X>,
-                      "cpx: weight_sums take tensors and a cpx::transport: whole(x, comm), share(x, columns, comm), "
-                      "linear(whole(x, comm), dy, dweight, comm); view other memory as sharded(rows, sharding, rank)");
+                      "cpx: weight_sums take tensors: whole(x), share(x, columns), linear(whole(x), dy, dweight); view "
+                      "other memory as sharded(rows, sharding, rank)");
         return {};
     }
     /// Returns the rows of a tensor that these sums are of.
@@ -198,31 +207,31 @@ private:
         if constexpr (!fits)
             return {};
         else {
-            detail::require_place("weight_sums", "a tensor", x.view(), sharding_, rank_, "that of the sums", here);
+            detail::require_place("weight_sums", "a tensor", x.view(), sharding_, comm_->rank(), "that of the sums",
+                                  here);
             return x.view().data();
         }
     }
 
-    template <class T, class To, class Comm>
-    summed_rows<T, rank_memory_of<Comm>> gather(rows<T const> x, To const& to, index_t width, Comm& comm,
-                                                caller here) const {
-        auto const plan = relayout(sharding_, to, rank_, here);
-        auto const memory = rank_memory(comm);
+    template <class T, class To>
+    summed_rows<T, rank_memory_of<Comm>> gather(rows<T const> x, To const& to, index_t width, caller here) const {
+        auto const plan = relayout(sharding_, to, comm_->rank(), here);
+        auto const memory = rank_memory(*comm_);
         summed_rows<T, rank_memory_of<Comm>> all{
             {}, {0, width}, memory.template zeros<T>(by_, {plan.target_rows, width}, here)};
         rows<T> const target(all.memory.data(), plan.target_rows, width);
-        detail::exchange_rows(plan, x, target, comm, here, by_);
+        detail::exchange_rows(plan, x, target, *comm_, here, by_);
         all.data = target;
         return all;
     }
 
     S sharding_;
-    int rank_;
     sum_order order_;
+    Comm* comm_;
     char const* by_;
 };
 template <class X = detail::any>
 weight_sums(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {})
-    -> weight_sums<cpx::sharding<sequential<1>>>;
+    -> weight_sums<cpx::sharding<sequential<1>>, detail::no_transport>;
 
 } // namespace cpx

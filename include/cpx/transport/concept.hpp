@@ -2,6 +2,7 @@
 // What a transport is: it knows its rank and moves rectangles of bytes between ranks.
 #pragma once
 
+#include <cpx/core/row_buffer.hpp>
 #include <cpx/layout/tensor.hpp>
 #include <cpx/plan/difference.hpp>
 #include <cpx/plan/parcel.hpp>
@@ -109,13 +110,36 @@ rank_memory_of<Comm> rank_memory(Comm const& comm) {
     return detail::rank_memory<Comm>::of(comm);
 }
 
+namespace detail {
+
+/// Returns this rank. Throws `cpx::error` if the sharding is not of as many ranks as the transport.
+template <any_sharding S, any_transport Comm>
+int rank_in(char const* where, S const& sharding, Comm const& comm, caller here) {
+    require(sharding.ranks() == comm.ranks(), where, "ranks of the sharding", comm.ranks(), sharding.ranks(), here);
+    return comm.rank();
+}
+
+} // namespace detail
+
 /// Returns a tensor of zeros for this rank of a transport, in its memory: `make_tensor<float>(sharding, comm, width)`.
 template <class T, any_sharding S, any_transport Comm>
 tensor<T, S, rank_memory_of<Comm>> make_tensor(S const& sharding, Comm const& comm, index_t width,
                                                caller here = caller::here()) {
-    require(sharding.ranks() == comm.ranks(), "make_tensor", "ranks of the sharding", comm.ranks(), sharding.ranks(),
-            here);
-    return {sharding, comm.rank(), width, rank_memory(comm), here};
+    return {sharding, detail::rank_in("make_tensor", sharding, comm, here), width, rank_memory(comm), here};
+}
+
+/// Returns rows of zeros that are no batch's, such as a weight, in the memory of this rank of a transport:
+/// `make_rows<float>(comm, channels, taps)`.
+template <class T, any_transport Comm>
+row_buffer<T, rank_memory_of<Comm>> make_rows(Comm const& comm, index_t count, index_t width,
+                                              caller here = caller::here()) {
+    return {rank_memory(comm), count, width, here};
+}
+template <class T = void, class X = detail::any>
+detail::refused make_rows(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<X>,
+                  "cpx: make_rows<T>(comm, count, width) wants a cpx::transport and how many rows of which width");
+    return {};
 }
 
 /// Throws `cpx::error`, which names both ranks and the first field in which their plans differ, unless the exchange

@@ -85,8 +85,12 @@ public:
 
     /// Makes ready for another batch, unless it is the last one. Every rank does so, none waits. Throws `cpx::error` if
     /// it has other ranks or sections than this movement was prepared for, or more rows or sequences; then all is as
-    /// before. If ranks have different batches, the wait
-    /// after the next call says so.
+    /// before. If ranks have different batches, the wait after the next call says so.
+    ///
+    /// On devices the host counts rows of messages, where lanes tell what moves, or lists runs of rows: of a halo or a
+    /// carry over the batch or beside sequences shorter than chunks times (reach + unit of the cut); of a relayout over
+    /// the batch with a cut that is not `balanced`, or between scopes; of `by_length`. With 64 sequences over 2 ranks a
+    /// list takes 2 to 15 us of host time, not 1 to 5, and up to four times that with cold caches; none waits.
     template <class... S>
     void set(std::tuple<S...> const& shardings, caller here = caller::here()) {
         constexpr bool fits = std::same_as<std::tuple<S...>, typename kind::batch>;

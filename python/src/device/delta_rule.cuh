@@ -13,7 +13,7 @@ template <class T>
 class read_by_engine {
 public:
     read_by_engine(tensor const& t, bool wanted, cuda::memory const& memory) : rows_(rows_of<T>(t)) {
-        if (!wanted || cuda::detail::delta_in_panels(rows_)) return;
+        if (!wanted || cuda::detail::row_vector(rows_) == 16) return;
         copy_ = memory.room<T>(rows_.count() * rows_.width());
         auto const bytes = [](index_t n) { return static_cast<std::size_t>(n) * sizeof(T); };
         cuda::check(cudaMemcpy2DAsync(copy_.data(), bytes(rows_.width()), rows_.data(), bytes(rows_.stride()),

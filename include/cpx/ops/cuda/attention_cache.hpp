@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Keys and values kept on devices, and attention over them: `attention_cache<T, cuda::memory>`.
 //
-//     cpx::attention_cache<__nv_bfloat16, cpx::cuda::memory> cache(heads, sharding, rank, comm.memory());
+//     cpx::attention_cache<__nv_bfloat16, cpx::cuda::memory> cache(heads, sharding, comm);
 //
 // Elements may be float, bfloat16 or half, sums are float, and so are partials that ranks send. Heads have up to 256
 // columns. Everything is in the stream of the memory. A query's keys are added in stretches, in their order, so

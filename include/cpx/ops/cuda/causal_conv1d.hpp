@@ -58,8 +58,8 @@ void convolve_backward_by_row(sharded<T const, S, cuda::memory> const& x, rows<T
                               activation act, sharded<T const, S, cuda::memory> const& dy, rows<float> dweight,
                               std::span<float> dbias, Comm& comm, caller here) {
     index_t const channels = x.data().width();
-    weight_sums<S> const sums(x.sharding(), x.rank(), sum_order::by_row, here);
-    auto const all_x = sums.share(x, channels, comm, here), all_dy = sums.share(dy, channels, comm, here);
+    weight_sums const sums(x.sharding(), sum_order::by_row, comm, here);
+    auto const all_x = sums.share(x, channels, here), all_dy = sums.share(dy, channels, here);
     range const own = all_x.share;
     if (own.empty()) return;
     auto const of_own = [&](auto const& list) {

@@ -33,14 +33,14 @@ struct device_gated_delta : gated_delta, private device_heads {
 
     template <class X, class O>
     index_t kept_bytes(X const& x, O const& o, index_t segments, index_t tokens) const {
-        auto const in = input({}, x, {});
-        bool const tensor_cores = cuda::detail::delta_in_panels(in.q, in.k, in.v, o.data());
+        auto const in = input<T>({}, x, {});
+        bool const tensor_cores = cuda::detail::row_vector(in.q, in.k, in.v, o.data()) == 16;
         return tensor_cores ? cuda::gated_delta_rule_saved<T>(shape_of(in), tokens, segments) : 0;
     }
     template <class X, class O>
     void forward(device_segments const& s, X const& x, std::span<float const> before, O const& o,
                  std::span<float> after, std::span<char> kept, memory& m, caller here) const {
-        auto in = input(s, x, before);
+        auto in = input<T>(s, x, before);
         in.saved = kept, in.saved_tokens = s.tokens;
         auto const shape = shape_of(in);
         bool const saves = !kept.empty();
@@ -50,7 +50,7 @@ struct device_gated_delta : gated_delta, private device_heads {
     template <class X>
     void fold(device_segments const& s, X const& x, std::span<float> maps, std::span<float> ends, memory& m,
               caller here) const {
-        auto const in = input(s, x, {});
+        auto const in = input<T>(s, x, {});
         auto const shape = shape_of(in);
         auto const space = workspace(cuda::gated_delta_rule_fold_workspace<T>(shape, in.k.count(), count(s)), m);
         cuda::gated_delta_rule_fold<T>(shape, in, maps, ends, all(space), m.stream(), here);
@@ -59,10 +59,10 @@ struct device_gated_delta : gated_delta, private device_heads {
     void backward(device_segments const& s, X const& x, std::span<float const> before, D const& dout,
                   std::span<float const> dafter, G const& dx, std::span<float> dbefore, std::span<char> kept, memory& m,
                   caller here) const {
-        auto in = input(s, x, before);
+        auto in = input<T>(s, x, before);
         auto const& [dq, dk, dv, dg, dbeta] = dx;
         auto shape = shape_of(in);
-        if (!cuda::detail::delta_in_panels(in.q, in.k, in.v, dout.data(), dq.data(), dk.data(), dv.data()))
+        if (cuda::detail::row_vector(in.q, in.k, in.v, dout.data(), dq.data(), dk.data(), dv.data()) != 16)
             shape.path = cuda::delta_rule_path::plain;
         else
             in.saved = kept, in.saved_tokens = s.tokens;
@@ -76,23 +76,15 @@ struct device_gated_delta : gated_delta, private device_heads {
     template <class X, class D>
     void backward_fold(device_segments const& s, X const& x, D const& dout, std::span<float> dbefore, memory& m,
                        caller here) const {
-        auto const in = input(s, x, {});
+        auto const in = input<T>(s, x, {});
         auto const shape = shape_of(in);
         auto const space = workspace(cuda::gated_delta_rule_fold_workspace<T>(shape, in.k.count(), count(s)), m);
         cuda::gated_delta_rule_backward_fold<T>(shape, in, dout.data(), dbefore, all(space), m.stream(), here);
     }
 
 private:
-    static index_t count(device_segments const& s) { return std::ssize(s.first); }
-    template <class X>
-    static cuda::gated_delta_rule_input<T> input(device_segments const& s, X const& x, std::span<float const> before) {
-        auto const& [q, k, v, g, beta] = x;
-        return {q.data(), k.data(), v.data(), g.data(), beta.data(), s.offsets, before, s.first, s.counts};
-    }
-    /// Returns the sizes of the heads that the rank holds.
-    cuda::gated_delta_rule_shape shape_of(cuda::gated_delta_rule_input<T> const& in) const {
-        return {in.k.width() / heads.key_dim, in.v.width() / heads.value_dim, heads.key_dim, heads.value_dim,
-                options.scale};
+    auto shape_of(cuda::gated_delta_rule_input<T> const& in) const {
+        return device_heads::shape_of(heads, options.scale, in);
     }
 };
 

@@ -61,7 +61,7 @@ public:
     template <class X, class O>
     void forward(device_segments const& s, X const& x, std::span<float const> before, O const& o,
                  std::span<float> after, std::span<char>, memory& m, caller here) const {
-        auto const in = input(s, x, before);
+        auto const in = input<T>(s, x, before);
         auto const shape = shape_of(in);
         auto const space = workspace(cuda::head_decay_attention_workspace<T>(shape, in.k.count(), count(s)), m);
         cuda::head_decay_attention<T>(shape, in, o.data(), after, all(space), m.stream(), here);
@@ -69,7 +69,7 @@ public:
     template <class X>
     void fold(device_segments const& s, X const& x, std::span<float> maps, std::span<float> ends, memory& m,
               caller here) const {
-        auto const in = input(s, x, {});
+        auto const in = input<T>(s, x, {});
         auto const shape = shape_of(in);
         auto const space = workspace(cuda::head_decay_attention_fold_workspace<T>(shape, in.k.count(), count(s)), m);
         cuda::head_decay_attention_fold<T>(shape, in, maps, ends, all(space), m.stream(), here);
@@ -78,38 +78,29 @@ public:
     void backward(device_segments const& s, X const& x, std::span<float const> before, D const& dout,
                   std::span<float const> dafter, G const& dx, std::span<float> dbefore, std::span<char>, memory& m,
                   caller here) const {
-        auto const in = input(s, x, before);
+        auto const in = input<T>(s, x, before);
         auto const& [dq, dk, dv, dg] = dx;
         auto shape = shape_of(in);
-        if (!cuda::detail::delta_in_panels(in.q, in.k, in.v, dout.data(), dq.data(), dk.data(), dv.data()))
+        if (cuda::detail::row_vector(in.q, in.k, in.v, dout.data(), dq.data(), dk.data(), dv.data()) != 16)
             shape.path = cuda::delta_rule_path::plain;
         auto const space =
             workspace(cuda::head_decay_attention_backward_workspace<T>(shape, in.k.count(), count(s)), m);
         cuda::head_decay_attention_backward<T>(shape, in, dout.data(), dafter,
-                                               {dq.data(), dk.data(), dv.data(), dg.data(), dbefore}, all(space),
+                                               {dq.data(), dk.data(), dv.data(), dg.data(), {}, dbefore}, all(space),
                                                m.stream(), here);
     }
     template <class X, class D>
     void backward_fold(device_segments const& s, X const& x, D const& dout, std::span<float> dbefore, memory& m,
                        caller here) const {
-        auto const in = input(s, x, {});
+        auto const in = input<T>(s, x, {});
         auto const shape = shape_of(in);
         auto const space = workspace(cuda::head_decay_attention_fold_workspace<T>(shape, in.k.count(), count(s)), m);
         cuda::head_decay_attention_backward_fold<T>(shape, in, dout.data(), dbefore, all(space), m.stream(), here);
     }
 
 private:
-    static index_t count(device_segments const& s) { return std::ssize(s.first); }
-    template <class X>
-    static cuda::head_decay_input<T> input(device_segments const& s, X const& x, std::span<float const> before) {
-        auto const& [q, k, v, g] = x;
-        return {q.data(), k.data(), v.data(), g.data(), s.offsets, before, s.first, s.counts};
-    }
-    /// Returns the sizes of the heads that the rank holds.
-    cuda::gated_delta_rule_shape shape_of(cuda::head_decay_input<T> const& in) const {
-        recurrence_heads const& heads = of_.heads;
-        return {in.k.width() / heads.key_dim, in.v.width() / heads.value_dim, heads.key_dim, heads.value_dim,
-                of_.options.scale};
+    auto shape_of(cuda::gated_delta_rule_input<T> const& in) const {
+        return device_heads::shape_of(of_.heads, of_.options.scale, in);
     }
 
     head_decay_attention const& of_;

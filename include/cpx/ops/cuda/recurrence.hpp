@@ -2,7 +2,7 @@
 // Segments of a recurrence on a device: as many as a pass visits at once, all heads together.
 #pragma once
 
-#include <cpx/cuda/arguments.hpp>
+#include <cpx/cuda/delta_rule_arguments.hpp>
 #include <cpx/ops/cuda/state_exchange.hpp>
 #include <cpx/ops/recurrence.hpp>
 
@@ -33,6 +33,12 @@ struct recurrence_saved<T, cuda::memory> {
 
 namespace detail {
 
+/// Segments as kernels see them, (segments) each but for `offsets`, which ends with all rows.
+struct device_segments {
+    std::span<index_t const> offsets, first, counts;
+    index_t tokens = 0; ///< of all
+};
+
 /// What recurrences on devices whose heads read keys and values have in common.
 class device_heads {
 protected:
@@ -55,6 +61,28 @@ protected:
             require(whole || (!backward && keys.size() == 1), where, "value heads that read one key head",
                     "on one rank, of tensors on devices", "on several", here);
         }
+    }
+    static index_t count(device_segments const& s) { return std::ssize(s.first); }
+    /// Returns what kernels read: q, k, v, g and, if there is a fifth of x, beta.
+    template <class T, class X>
+    static cuda::gated_delta_rule_input<T> input(device_segments const& s, X const& x, std::span<float const> before) {
+        cuda::gated_delta_rule_input<T> in{std::get<0>(x).data(),
+                                           std::get<1>(x).data(),
+                                           std::get<2>(x).data(),
+                                           std::get<3>(x).data(),
+                                           {},
+                                           s.offsets,
+                                           before,
+                                           s.first,
+                                           s.counts};
+        if constexpr (std::tuple_size_v<X> > 4) in.beta = std::get<4>(x).data();
+        return in;
+    }
+    /// Returns the sizes of the heads that the rank holds.
+    template <class T>
+    static cuda::gated_delta_rule_shape shape_of(recurrence_heads const& heads, double scale,
+                                                 cuda::gated_delta_rule_input<T> const& in) {
+        return {in.k.width() / heads.key_dim, in.v.width() / heads.value_dim, heads.key_dim, heads.value_dim, scale};
     }
     static cuda::block<char> workspace(index_t bytes, cuda::state_exchange const& m) {
         return m.memory().template room<char>(bytes);
@@ -85,12 +113,6 @@ struct device_gradients {
 };
 template <class D, class X> // for clang++ before 17
 device_gradients(D, X, rows<float const>, rows<float>) -> device_gradients<D, X>;
-
-/// Segments as kernels see them, (segments) each but for `offsets`, which ends with all rows.
-struct device_segments {
-    std::span<index_t const> offsets, first, counts;
-    index_t tokens = 0; ///< of all
-};
 
 /// Runs segments on a device. A recurrence there is a model of `recurrence` whose functions are about all heads and as
 /// many segments as they are given, with states, side by side in the order of the segments, that may be empty spans:
