@@ -127,7 +127,7 @@ std::vector<T> step(hybrid<T> const& p, S const& sharding, std::vector<cpx::gate
         int const rank = comm.rank();
         auto& cache = caches[at(rank)];
         auto h = take(p.net.x, hidden, sharding, rank), y = h;
-        cpx::gated_delta_net<cpx::scan, S> const net(sharding, rank, p.net.config);
+        cpx::gated_delta_net const net(cpx::carry<cpx::scan>(sharding, rank), p.net.config);
         net(p.net.view(), std::as_const(h).view(), y.view(), comm, {.state = states[at(rank)].view()});
         auto const add = [&] {
             for (index_t i = 0; i < h.data().count() * p.hidden(); ++i) h.data().data()[i] += y.data().data()[i];
@@ -228,7 +228,7 @@ TEST_SUITE("ops") {
             std::vector<cpx::gated_delta_net_cache<T>> states;
             caches<T> kept;
             for (int rank = 0; rank < sharding.ranks(); ++rank) {
-                states.emplace_back(p.net.config, sharding, rank);
+                states.emplace_back(p.net.config, cpx::carry<cpx::scan>(sharding, rank));
                 kept.emplace_back(p.heads, sharding, rank);
             }
             return std::pair(states, kept);
@@ -252,7 +252,9 @@ TEST_SUITE("ops") {
                 auto const later = on_owners(lengths({1, 1, 1}), ranks, owners);
                 auto states = start(later).first;
                 cpx::threads::run(ranks, [&](cpx::threads& comm) {
-                    cpx::gated_delta_net_relayout const hand_over(sharding, later, comm.rank(), p.net.config);
+                    cpx::gated_delta_net_relayout const hand_over(cpx::carry<cpx::scan>(sharding, comm.rank()),
+                                                                  cpx::carry<cpx::scan>(later, comm.rank()),
+                                                                  p.net.config);
                     hand_over(now.first[at(comm.rank())].view(), states[at(comm.rank())].view(), comm);
                 });
                 for (lists done = prompt, next; done[0] < whole[0]; done = next) {
