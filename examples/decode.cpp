@@ -52,9 +52,7 @@ cpx::attention_heads heads_of(cpx::hf_config const& c) {
 template <class How, class A, class Mix>
 class pass {
     using var = typename qwen::tape<rank_type>::template var<A>;
-    static constexpr bool mix_by_heads = Mix::every_row;
-    using net_type = std::conditional_t<mix_by_heads, cpx::gated_delta_net<cpx::serial, A, cpx::head_sharded<>>,
-                                        cpx::gated_delta_net<How, A>>;
+    using carry = std::conditional_t<Mix::every_row, cpx::serial, How>;
 
 public:
     pass(rank_type& rank, kept& of, A const& where, Mix const& mix, bool attention_by_heads)
@@ -76,14 +74,14 @@ public:
         auto const& c = config();
         auto h = at_.make(where_, *c.hidden_size);
         gather_rows<double>(at_.rank.memory(), at_.rank.weight("model.embed_tokens.weight"), ids, h->data());
-        auto const net = make_net();
+        auto const net = qwen::delta_net_of(carry(), where_, mix_, rank, qwen::delta_net_config(c, at_.rank.chunk));
         auto const types = c.layers();
         for (index_t i = 0; i < std::ssize(types); ++i) {
             auto const x = at_.norm(qwen::layer_name(i, "input_layernorm.weight"), h);
             bool const linear = types[static_cast<std::size_t>(i)] == cpx::layer_type::linear_attention;
             h = qwen::mlp(at_, i, at_.sum(h, linear ? linear_attention(net, i, x) : attention(i, x)));
         }
-        auto const logits = at_.linear({"lm_head.weight"}, at_.norm("model.norm.weight", h));
+        auto const logits = at_.linear("lm_head.weight", at_.norm("model.norm.weight", h));
         lists labels;
         for (index_t const row : rows) {
             index_t const next = row + 1 == g.whole.tokens() || g.whole.sequence(row + 1) != g.whole.sequence(row)
@@ -102,22 +100,13 @@ private:
     cpx::section queries() const { return {heads_.query_heads, heads_.dim}; }
     cpx::section keys() const { return {heads_.key_heads, heads_.dim}; }
 
-    net_type make_net() const {
-        int const rank = at_.rank.rank();
-        auto const sizes = qwen::delta_net_config(config(), at_.rank.chunk);
-        if constexpr (mix_by_heads)
-            return {where_, mix_, Mix(where_.ranks(), where_.batch(), sizes.output_sections()), rank, sizes};
-        else
-            return {where_, rank, sizes};
-    }
-    var linear_attention(net_type const& net, index_t layer, var const& x) {
-        auto const sizes = qwen::delta_net_config(config(), at_.rank.chunk);
+    var linear_attention(auto const& net, index_t layer, var const& x) {
         cpx::gated_delta_net_weights<double> w;
-        for_each_parameter(w, sizes, [&](char const* name, auto& rows, index_t, index_t) {
+        for_each_parameter(w, net.config(), [&](char const* name, auto& rows, index_t, index_t) {
             rows = at_.rank.weight(qwen::layer_name(layer, "linear_attn.") + name);
         });
         auto const y = at_.beside(x, x->width());
-        auto& states = kept_.states.try_emplace(layer, sizes, mix_, at_.rank.rank()).first->second;
+        auto& states = kept_.states.try_emplace(layer, net.config(), net.states()).first->second;
         auto to = y->view();
         net(w, x->view(), to, at_.rank.comm, {.state = states.view()});
         return y;
@@ -203,7 +192,8 @@ std::vector<double> decode(cpx::qwen_checkpoint<double> const& model, cpx::thd c
             run(rank, of, where, how, g, to);
             if (how.recurrence_by_heads) return; // states stay where they are
             auto const next = on_owners(cpx::thd::uniform(whole.sequences(), 1), ranks);
-            cpx::gated_delta_net_relayout const hand_over(where, next, rank.rank(),
+            cpx::gated_delta_net_relayout const hand_over(cpx::carry<cpx::scan>(where, rank.rank()),
+                                                          cpx::carry<cpx::scan>(next, rank.rank()),
                                                           qwen::delta_net_config(model.config, rank.chunk));
             for (auto& [layer, states] : of.states) hand_over(states.view(), states.view(), rank.comm);
         });

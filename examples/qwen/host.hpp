@@ -9,14 +9,12 @@
 
 namespace qwen {
 
-/// What blocks of the model ask of a rank; `gpu_rank` has the same. Gradients of weights are added to what is there.
+/// What blocks of the model ask of a rank; `gpu_rank` has the same. The transport counts what operators have sent.
 template <class T>
-class host_rank {
+class host_rank : public cpx::host_products<T> {
 public:
     using element = T;
     using memory_type = cpx::host_memory;
-    using rows = cpx::rows<T>;
-    using const_rows = cpx::rows<T const>;
 
     /// The group of neighbouring ranks that shares the experts.
     using neighbours_type = cpx::subgroup<cpx::counted<cpx::transport_ref>>;
@@ -32,13 +30,10 @@ public:
 
     int rank() const { return comm.rank(); }
     cpx::host_memory memory() const { return {}; }
-    const_rows weight(std::string const& name) const { return model.weight(name); }
+    cpx::rows<T const> weight(std::string const& name) const { return model.weight(name); }
     neighbours_type& neighbours() { return neighbours_; }
     /// Returns by what the delta rule carries its states.
     auto& carrier() { return comm; }
-    /// Ends an operator that exchanges, and counts what it has sent; the transport here has done that itself.
-    void ended(cpx::plan const& = {}, cpx::index_t = 0) const {}
-    void ended_states(auto const&...) const {}
     cpx::tally rows_sent() const {
         cpx::tally all = comm.sent("relayout");
         return all += comm.sent("halo");
@@ -46,17 +41,6 @@ public:
     cpx::tally states_sent() const {
         cpx::tally all = comm.sent("carry");
         return all += comm.sent("carry, scan");
-    }
-
-    void linear(const_rows x, const_rows weight, rows y) const { cpx::linear<T>(x, weight, y); }
-    /// dx += dy W.
-    void linear_backward_input(const_rows dy, const_rows weight, rows dx) const {
-        std::vector<T> own(static_cast<std::size_t>(dx.count() * dx.width()));
-        cpx::linear_backward_input<T>(dy, weight, rows(own, dx.width()));
-        cpx::as_matrix(dx) += cpx::as_matrix(const_rows(own, dx.width()));
-    }
-    void linear_backward_weight(const_rows dy, const_rows x, rows dweight) const {
-        cpx::linear_backward_weight<T>(dy, x, dweight);
     }
 
     void rotary(auto const& where, auto const& x, bool back) const {

@@ -9,8 +9,8 @@ namespace qwen {
 /// Returns `down(silu(gate(x)) up(x))`, by the weights of one name.
 template <class R, class S>
 auto dense_mlp(tape<R>& at, std::string const& name, std::shared_ptr<S> const& x) {
-    auto const up = at.linear({name + "up_proj.weight"}, x), gate = at.linear({name + "gate_proj.weight"}, x);
-    return at.linear({name + "down_proj.weight"}, at.silu_mul(gate, up));
+    auto const up = at.linear(name + "up_proj.weight", x), gate = at.linear(name + "gate_proj.weight", x);
+    return at.linear(name + "down_proj.weight", at.silu_mul(gate, up));
 }
 
 /// The mixture of experts of a layer: sum_s w_s down_e(silu(gate_e x) up_e x) + sigmoid(shared_expert_gate x)
@@ -28,7 +28,7 @@ class expert_mlp {
 public:
     expert_mlp(tape<R>& at, std::string const& name, var const& x)
         : at_(at), name_(name + "experts."), config_(at.rank.model.config), shared_(shared(name, x)),
-          logits_(at.linear({name + "gate.weight"}, x)), weights_(at.wide_beside(x, *config_.num_experts_per_tok)),
+          logits_(at.linear(name + "gate.weight", x)), weights_(at.wide_beside(x, *config_.num_experts_per_tok)),
           chosen_(x->value.sharding(), at.rank.rank(), weights_->width(), at.rank.memory()),
           output_(at.beside(x, weights_->width() * x->width())) {}
 
@@ -48,7 +48,7 @@ private:
     using in = variable<T, S, M>;
 
     var shared(std::string const& name, var const& x) const {
-        auto const gate = at_.linear({name + "shared_expert_gate.weight"}, x);
+        auto const gate = at_.linear(name + "shared_expert_gate.weight", x);
         return at_.open(dense_mlp(at_, name + "shared_expert.", x), gate);
     }
     void choose() {

@@ -74,7 +74,7 @@ private:
     }
 
     wide_var predict(var const& h, numbers const& labels) {
-        auto const logits = at_.linear({"lm_head.weight"}, at_.norm("model.norm.weight", h));
+        auto const logits = at_.linear("lm_head.weight", at_.norm("model.norm.weight", h));
         auto const logp = at_.wide_beside(h, 1);
         index_t const* const label = labels.data().data();
         at_.each(logp->data(), rowwise::log_probability<T>{logits->data(), label, logp->data()});

@@ -54,19 +54,6 @@ struct open_backward {
     }
 };
 
-/// Adds rows to those of a list, without one to the first; a negative number: to none. A column's rows in order.
-template <class T, class To = T>
-struct add_rows {
-    rows<T const> from;
-    index_t const* list;
-    rows<To> to;
-    CPX_HOST_DEVICE void operator()(index_t, index_t j) const {
-        for (index_t row = 0; row < from.count(); ++row)
-            if (index_t const place = list ? list[row] : 0; place >= 0)
-                to(place, j) = static_cast<To>(widen(to(place, j)) + widen(from(row, j)));
-    }
-};
-
 /// y = sum_s weights_s output_s + shared.
 template <class T>
 struct combine_experts {

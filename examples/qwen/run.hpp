@@ -24,7 +24,8 @@ linear_choice<R> choose_linear(strategy const& how, entry_sharding const& entry,
     return with_linear(how, entry, net.sections(), by_tokens,
                        [&]<class How, class Linear, class Mix>(How carry, Linear const& linear, Mix const& mix) {
                            auto const make = [=](tape<R>& at) -> linear_layers<R> {
-                               return layers_on<R, Linear, Mix>(at, entry, carry, linear, mix);
+                               return layers_on(at, entry, linear,
+                                                delta_net_of(carry, linear, mix, at.rank.rank(), net));
                            };
                            return linear_choice<R>{make, cpx::is_exact<How>(mix, net.chunk)};
                        });

@@ -100,7 +100,7 @@ public:
         for_each_element(rank.memory(), 1, result.width(), f);
     }
     void add(const_rows x, rows to) const { each(to, rowwise::add<T>{x, to}); }
-    void copy(const_rows x, rows to) const { each(to, rowwise::copy_heads<T>{x, x.width(), to, x.width(), x.width()}); }
+    void copy(const_rows x, rows to) const { each(to, rowwise::copy<T>{x, to}); }
 
     template <class S>
     var<S> sum(var<S> const& a, var<S> const& b) {
@@ -166,51 +166,38 @@ public:
         });
         return y;
     }
-    /// Norms heads as wide as the weight; with z, of which it is the one reader, the gated norm.
+    /// Norms heads as wide as the weight.
     template <class S>
-    var<S> norm(std::string const& weight, var<S> const& x, var<S> const& z = {}) {
+    var<S> norm(std::string const& weight, var<S> const& x) {
         auto const y = beside(x, x->width());
         auto const& config = rank.model.config;
-        auto const norm = [x, z, gain = rank.weight(weight), eps = static_cast<W>(*config.rms_norm_eps),
+        auto const norm = [x, gain = rank.weight(weight), eps = static_cast<W>(*config.rms_norm_eps),
                            shift = static_cast<W>(config.zero_centred_norms())]() -> cpx::head_norm<T> {
-            return {x->data(), z ? z->data() : rows(), gain, eps, shift};
+            return {x->data(), rows(), gain, eps, shift};
         };
         normalise(rank.memory(), norm(), y->data());
         back([=, this] {
             auto const terms = wide_beside(x, norm().weight.width());
             auto const d = y->grad().data();
-            normalise_backward(rank.memory(), norm(), d, d, z ? z->grad().data() : rows(), terms->data());
+            normalise_backward(rank.memory(), norm(), d, d, rows(), terms->data());
             add(d, x->grad().data());
             add_terms(terms->value, grads.of(weight));
         });
         return y;
     }
-    /// Returns `x W^T` of several weights W, side by side.
+    /// Returns `x W^T` of a weight W.
     template <class S>
-    var<S> linear(std::vector<std::string> const& weights, var<S> const& x) {
-        index_t width = 0;
-        for (auto const& name : weights) width += rank.weight(name).count();
-        auto const y = beside(x, width);
-        auto const each_weight = [=, this](auto const& f) {
-            index_t first = 0;
-            for (auto const& name : weights) {
-                auto const w = rank.weight(name);
-                f(name, w, std::exchange(first, first + w.count()));
-            }
-        };
-        each_weight([&](auto const&, const_rows w, index_t first) {
-            rank.linear(x->data(), w, y->data().columns(first, w.count()));
-        });
+    var<S> linear(std::string const& weight, var<S> const& x) {
+        auto const w = rank.weight(weight);
+        auto const y = beside(x, w.count());
+        rank.linear(x->data(), w, y->data());
         back([=, this] {
             if (!x->whole) x->whole = sums(x->value.sharding()).whole(x->value);
-            each_weight([&](auto const& name, const_rows w, index_t first) {
-                auto const dy = y->grad().columns(first, w.count());
-                auto const own = share(dy, w.count());
-                if (!own.share.empty())
-                    rank.linear_backward_weight(own.data, x->whole->data,
-                                                grads.of(name).sub(own.share.first, own.share.size()));
-                rank.linear_backward_input(dy.data(), w, x->grad().data());
-            });
+            auto const own = share(y->grad(), w.count());
+            if (!own.share.empty())
+                rank.linear_backward_weight(own.data, x->whole->data,
+                                            grads.of(weight).sub(own.share.first, own.share.size()));
+            rank.linear_backward_input(y->grad().data(), w, x->grad().data());
         });
         return y;
     }

@@ -348,13 +348,14 @@ outputs<T> gdn_layer(job const& j) {
                        cpx::aligned<cpx::dynamic>(std::max(j.cut.unit, 1)));
         cpx::head_sharded<> const mix(j.ranks, j.batch, net.sections()), back(j.ranks, j.batch, net.output_sections());
         run(tokens, [&](int rank) {
-            return cpx::gated_delta_net<cpx::scan, S, cpx::head_sharded<>>(tokens, mix, back, rank, net);
+            return cpx::gated_delta_net(cpx::carry<cpx::scan>(mix, rank), relayout(tokens, mix, rank),
+                                        relayout(back, tokens, rank), net);
         });
         return result;
     }
     examples::with_token_sharding(j.batch, j.layout, j.cut, j.ranks, [&]<class S>(S const& sharding) {
         with_carry<S>(j, [&]<class How>(How) {
-            run(sharding, [&](int rank) { return cpx::gated_delta_net<How, S>(sharding, rank, net); });
+            run(sharding, [&](int rank) { return cpx::gated_delta_net(cpx::carry<How>(sharding, rank), net); });
         });
     });
     return result;

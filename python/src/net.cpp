@@ -40,15 +40,21 @@ net_value make_net(any_layout const& sharding, int rank, index_t hidden, head_nu
     enum class way { scan, serial, heads };
     auto const run = word<way>("gated_delta_net", "carry", how,
                                {{"scan", way::scan}, {"serial", way::serial}, {"heads", way::heads}});
-    if (sharding.every_row()) return {in_place_whole(std::get<any_rows>(sharding.real), rank, config), sharding, rank};
+    if (sharding.every_row()) {
+        auto const& rows = std::get<any_rows>(sharding.real);
+        return {in_place_whole(cpx::carry<cpx::serial>(rows, rank), config), sharding, rank};
+    }
     auto const& tokens = std::get<any_tokens>(sharding.real);
-    if (run == way::scan) return {in_place_scan(tokens, rank, config), sharding, rank};
-    if (run == way::serial) return {in_place_serial(tokens, rank, config), sharding, rank};
+    if (run == way::scan) return {in_place_scan(cpx::carry<cpx::scan>(tokens, rank), config), sharding, rank};
+    if (run == way::serial) return {in_place_serial(cpx::carry<cpx::serial>(tokens, rank), config), sharding, rank};
     static_cast<void>(cpx::detail::checked(config, cpx::caller::here())); // before its heads make sections
     auto const of = [&](std::vector<cpx::section> sections) {
         return any_rows(cpx::head_sharded<>(tokens.ranks(), tokens.batch(), std::move(sections)), "head_sharded");
     };
-    return {by_heads(tokens, of(config.sections()), of(config.output_sections()), rank, config), sharding, rank};
+    auto const mix = of(config.sections()), back = of(config.output_sections());
+    return {by_heads(cpx::carry<cpx::serial>(mix, rank), cpx::relayout(tokens, mix, rank),
+                     cpx::relayout(back, tokens, rank), config),
+            sharding, rank};
 }
 
 void take_weights(net_call& c, std::vector<object> const& weights, std::array<array, parameters>& to, bool write) {

@@ -541,7 +541,7 @@ namespace cpx {
 
 /// In what functions of elements of T compute: in T, or in float where T has 16 bits and is no type of the language.
 template <class T>
-using wide = std::conditional_t<std::floating_point<T>, T, float>;
+using wide = std::conditional_t<std::is_arithmetic_v<T>, T, float>;
 
 template <class T>
 CPX_HOST_DEVICE wide<T> widen(T x) {

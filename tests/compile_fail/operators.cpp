@@ -137,7 +137,7 @@ void net_backward(layer const& l, weights const& w, view<other> x, layer::saved_
 
 // expect: gated_delta_net_relayout between shardings over different numbers of ranks
 void decoding(zigzag const& from, cpx::sharding<more> const& to, cpx::gated_delta_net_config const& config) {
-    cpx::gated_delta_net_relayout(from, to, 0, config);
+    cpx::gated_delta_net_relayout(cpx::carry<cpx::scan>(from, 0), cpx::carry<cpx::scan>(to, 0), config);
 }
 
 // expect: attention wants keys and values on every rank
@@ -312,7 +312,7 @@ void caches(held_twice q, cpx::threads& comm) {
     cpx::cached_attention of_a_tensor(q, comm);
     cpx::attention_cache<float> cache(heads, q.sharding(), 0);
     cpx::attention_cache of_no_type(heads, q.sharding(), comm);
-    cpx::gated_delta_net_cache states_of_no_type(cpx::gated_delta_net_config(), q.sharding(), 0);
+    cpx::gated_delta_net_cache states_of_no_type(cpx::gated_delta_net_config(), cpx::carry<cpx::scan>(q.sharding(), 0));
     cpx::attention_cache<double> of_nothing;
 }
 
@@ -376,9 +376,9 @@ void shares(cpx::weight_sums<zigzag, cpx::threads> const& of, held_twice x, cpx:
 // expect: a gated_delta_net takes its weights, tensors x and y and a cpx::transport
 void layers(layer const& l, weights const& w, held_twice x, cpx::threads& comm) { l(w, x.data(), x, comm); }
 
-// expect: gated_delta_net wants its sharding, the rank and a config
-// expect: gated_delta_net wants its sharding, the rank and a config
-// expect: gated_delta_net wants its sharding, the rank and a config
+// expect: gated_delta_net wants carry<How>.sharding, rank. and a config
+// expect: gated_delta_net wants carry<How>.sharding, rank. and a config
+// expect: gated_delta_net wants carry<How>.sharding, rank. and a config
 layer of_nothing;
 layer const of_a_batch(cpx::thd(), 0);
 cpx::gated_delta_net const of_no_carry(zigzag(cpx::thd(), cpx::zigzag<4>{}), 0, cpx::gated_delta_net_config{});
@@ -481,15 +481,15 @@ void of_one_head(held_twice x, labels_of positions, std::vector<float>& out) {
 // expect: local_rows.sharding, rank, sections, weight. wants a sharding
 // expect: add_local_rows.sharding, rank, sections, local, weight. wants a sharding
 // expect: sum_readers<T>.sharding, shared, readers, width, terms, sums, comm. wants rows
-// expect: gated_delta_net_relayout.from, to, rank, config. wants two shardings
+// expect: gated_delta_net_relayout.from, to, config. wants two carry_plans
 void of_heads(zigzag const& sharding, held_twice x, cpx::threads& comm) {
     cpx::local_rows(sharding, 0, sharding.sections(), x);
     cpx::add_local_rows(sharding, 0, sharding.sections(), x.data());
     cpx::sum_readers(sharding, 1, 1, 4, x, x, comm);
-    cpx::gated_delta_net_relayout of_a_batch(cpx::thd(), sharding, 0, cpx::gated_delta_net_config());
+    cpx::gated_delta_net_relayout of_a_batch(cpx::thd(), sharding, cpx::gated_delta_net_config());
 }
 
-// expect: gated_delta_net_cache<T>.config, sharding, rank. wants a gated_delta_net_config
+// expect: gated_delta_net_cache<T>.config, plan. wants a gated_delta_net_config
 cpx::gated_delta_net_cache<float> const cache(zigzag(cpx::thd(), cpx::zigzag<4>{}), 0);
 
 // expect: a struct of tensors of one sharding is given one of another

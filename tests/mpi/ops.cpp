@@ -63,7 +63,7 @@ TEST_SUITE("mpi") {
                 CAPTURE(name);
                 auto const x = take(p.x, sections, sharding, comm.rank());
                 auto y = poisoned<float>(sharding, comm.rank(), config.hidden);
-                cpx::gated_delta_net<How, std::decay_t<decltype(sharding)>> const net(sharding, comm.rank(), config);
+                cpx::gated_delta_net const net(cpx::carry<How>(sharding, comm.rank()), config);
                 net(p.view(), x.view(), y.view(), comm);
                 check_part(y, comm.rank(), reference::run<How>(p, sharding), sections);
             });

@@ -128,7 +128,7 @@ std::vector<T> step(hybrid<T> const& p, S const& sharding, std::vector<cpx::gate
         int const rank = comm.rank();
         auto& cache = caches[at(rank)];
         auto h = take(p.net.x, hidden, sharding, rank), y = h;
-        cpx::gated_delta_net<cpx::scan, S> const net(sharding, rank, p.net.config);
+        cpx::gated_delta_net const net(cpx::carry<cpx::scan>(sharding, rank), p.net.config);
         net(p.net.view(), std::as_const(h).view(), y.view(), comm, {.state = states[at(rank)].view()});
         auto const add = [&] {
             for (index_t i = 0; i < h.data().count() * p.hidden(); ++i) h.data().data()[i] += y.data().data()[i];
@@ -228,7 +228,8 @@ TEST_SUITE("ops") {
         p.out = uniform<T>(numbers, p.hidden() * p.query_width(), 0.3);
         auto const start = [&](auto const& sharding) {
             std::vector<cpx::gated_delta_net_cache<T>> states;
-            for (int rank = 0; rank < sharding.ranks(); ++rank) states.emplace_back(p.net.config, sharding, rank);
+            for (int rank = 0; rank < sharding.ranks(); ++rank)
+                states.emplace_back(p.net.config, cpx::carry<cpx::scan>(sharding, rank));
             return std::pair(states, empty_caches<T>(p.heads, sharding));
         };
         auto alone = start(one_rank(p.net.batch));
@@ -250,7 +251,9 @@ TEST_SUITE("ops") {
                 auto const later = on_owners(lengths({1, 1, 1}), ranks, owners);
                 auto states = start(later).first;
                 cpx::threads::run(ranks, [&](cpx::threads& comm) {
-                    cpx::gated_delta_net_relayout const hand_over(sharding, later, comm.rank(), p.net.config);
+                    cpx::gated_delta_net_relayout const hand_over(cpx::carry<cpx::scan>(sharding, comm.rank()),
+                                                                  cpx::carry<cpx::scan>(later, comm.rank()),
+                                                                  p.net.config);
                     hand_over(now.first[at(comm.rank())].view(), states[at(comm.rank())].view(), comm);
                 });
                 for (lists done = prompt, next; done[0] < whole[0]; done = next) {

@@ -180,7 +180,7 @@ layer<T> gradient_of(layer<T> const& p, std::vector<T> const& dy, S const& shard
 template <cpx::carry_kind How, class T, cpx::any_sharding S>
 layer<T> gradient(layer<T> const& p, std::vector<T> const& dy, S const& sharding, cpx::sum_order order) {
     return gradient_of<S>(p, dy, sharding, order,
-                          [&](int rank) { return cpx::gated_delta_net<How, S>(sharding, rank, p.config); });
+                          [&](int rank) { return cpx::gated_delta_net(cpx::carry<How>(sharding, rank), p.config); });
 }
 
 template <class T, cpx::any_sharding S>
@@ -188,7 +188,8 @@ layer<T> gradient_by_heads(layer<T> const& p, std::vector<T> const& dy, S const&
     cpx::head_sharded<> const mix(sharding.ranks(), p.batch, p.config.sections()),
         back(sharding.ranks(), p.batch, p.config.output_sections());
     return gradient_of<cpx::head_sharded<>>(p, dy, sharding, order, [&](int rank) {
-        return cpx::gated_delta_net<cpx::serial, S, cpx::head_sharded<>>(sharding, mix, back, rank, p.config);
+        return cpx::gated_delta_net(cpx::carry<cpx::serial>(mix, rank), relayout(sharding, mix, rank),
+                                    relayout(back, sharding, rank), p.config);
     });
 }
 

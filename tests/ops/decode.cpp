@@ -53,10 +53,16 @@ bool holds_last(S const& sharding, int rank, index_t s) {
     return held;
 }
 
+/// Returns by what a recurrence carries its states on a rank of a sharding; which carry does not matter to states.
+template <cpx::any_sharding S>
+auto on(S const& sharding, int rank) {
+    return cpx::carry<cpx::serial>(sharding, rank);
+}
+
 template <class T, cpx::any_sharding S>
 caches<T> zeros(config_type const& config, S const& sharding) {
     caches<T> states;
-    for (int rank = 0; rank < sharding.ranks(); ++rank) states.emplace_back(config, sharding, rank);
+    for (int rank = 0; rank < sharding.ranks(); ++rank) states.emplace_back(config, on(sharding, rank));
     return states;
 }
 
@@ -135,7 +141,7 @@ std::vector<T> run_in_place(layer<T> const& p, S const& sharding, caches<T>& sta
     return assemble<T>(sharding, hidden, [&](cpx::threads& comm) {
         auto const x = take(p.x, hidden, sharding, comm.rank());
         auto y = poisoned<T>(sharding, comm.rank(), x.width());
-        cpx::gated_delta_net<How, S> const net(sharding, comm.rank(), p.config);
+        cpx::gated_delta_net const net(cpx::carry<How>(sharding, comm.rank()), p.config);
         net(p.view(), x.view(), y.view(), comm, {.state = states[at(comm.rank())].view()});
         return y;
     });
@@ -148,7 +154,9 @@ std::vector<T> run_by_heads(layer<T> const& p, S const& sharding, caches<T>& sta
     return assemble<T>(sharding, hidden, [&](cpx::threads& comm) {
         auto const x = take(p.x, hidden, sharding, comm.rank());
         auto y = poisoned<T>(sharding, comm.rank(), x.width());
-        cpx::gated_delta_net<cpx::serial, S, by_heads> const net(sharding, mix, back, comm.rank(), p.config);
+        int const rank = comm.rank();
+        cpx::gated_delta_net const net(cpx::carry<cpx::serial>(mix, rank), relayout(sharding, mix, rank),
+                                       relayout(back, sharding, rank), p.config);
         net(p.view(), x.view(), y.view(), comm, {.state = states[at(comm.rank())].view()});
         return y;
     });
@@ -161,7 +169,7 @@ caches<T> hand_over(config_type const& config, From const& from, To const& to, c
     auto next = zeros<T>(config, to);
     poison_states(next, [](int, index_t) { return false; });
     cpx::threads::run(from.ranks(), [&](cpx::threads& comm) {
-        cpx::gated_delta_net_relayout const relayout(from, to, comm.rank(), config);
+        cpx::gated_delta_net_relayout const relayout(on(from, comm.rank()), on(to, comm.rank()), config);
         relayout(states[at(comm.rank())].view(), next[at(comm.rank())].view(), comm);
     });
     return next;
@@ -488,8 +496,10 @@ TEST_SUITE("ops") {
                             for (index_t s = piece.first; s < piece.last; ++s) got.push_back(s);
                         });
                         CHECK(got == want);
-                        CHECK(cpx::gated_delta_net_relayout(sharding, ends, rank, grouped).moves().messages() == 0);
-                        sent += cpx::gated_delta_net_relayout(sharding, table, rank, grouped)
+                        CHECK(cpx::gated_delta_net_relayout(on(sharding, rank), on(ends, rank), grouped)
+                                  .moves()
+                                  .messages() == 0);
+                        sent += cpx::gated_delta_net_relayout(on(sharding, rank), on(table, rank), grouped)
                                     .moves()
                                     .sent_elements(state_width(grouped));
                     }
@@ -499,8 +509,8 @@ TEST_SUITE("ops") {
                 for (int rank = 0; rank < ranks; ++rank) {
                     by_heads const mix(ranks, batch, uneven.sections());
                     by_heads const next(ranks, cpx::thd::uniform(n, 1), uneven.sections());
-                    cpx::gated_delta_net_relayout const there(table, mix, rank, uneven);
-                    cpx::gated_delta_net_relayout const same(mix, next, rank, uneven);
+                    cpx::gated_delta_net_relayout const there(on(table, rank), on(mix, rank), uneven);
+                    cpx::gated_delta_net_relayout const same(on(mix, rank), on(next, rank), uneven);
                     heads += there.moves().sent_elements(0);
                     CHECK(same.moves().messages() == 0);
                     auto const held = std::ssize(columns(mix, rank, conv_sections(uneven))) +
@@ -526,7 +536,8 @@ TEST_SUITE("ops") {
         }
         cpx::threads::run(3, [&](cpx::threads& comm) {
             auto const own = states[at(comm.rank())].view();
-            cpx::gated_delta_net_relayout(from, to, comm.rank(), grouped)(own, own, comm);
+            int const rank = comm.rank();
+            cpx::gated_delta_net_relayout(on(from, rank), on(to, rank), grouped)(own, own, comm);
         });
         for (int rank = 0; rank < 3; ++rank)
             for (index_t s = 0; s < 4; ++s) {
@@ -574,7 +585,7 @@ TEST_SUITE("ops") {
         std::string const name = "gated_delta_net_relayout: ";
         using support::rejects;
         auto const make = [&](auto const& a, auto const& b, int rank) {
-            return [=] { cpx::gated_delta_net_relayout(a, b, rank, grouped); };
+            return [=] { cpx::gated_delta_net_relayout(on(a, rank), on(b, rank), grouped); };
         };
         CHECK(support::message(make(from, to, 0)) == "");
         rejects({"decode.cpp", name + "sequences of the target: expected 2, got 3"},
@@ -597,7 +608,7 @@ TEST_SUITE("ops") {
                               int ranks) {
             return [=] {
                 cpx::threads::run(ranks, [&](cpx::threads& comm) {
-                    cpx::gated_delta_net_relayout(from, to, 0, grouped)(a, b, comm);
+                    cpx::gated_delta_net_relayout(on(from, 0), on(to, 0), grouped)(a, b, comm);
                 });
             };
         };
@@ -632,7 +643,7 @@ TEST_SUITE("ops") {
             return [=, &rows] {
                 cpx::sharded const x(cpx::rows<float>(rows, 12), tokens_of, 0);
                 cpx::threads::run(1, [&](cpx::threads& comm) {
-                    cpx::gated_delta_net<cpx::scan, by_tokens> const net(tokens_of, 0, grouped);
+                    cpx::gated_delta_net const net(cpx::carry<cpx::scan>(tokens_of, 0), grouped);
                     net(p.view(), x, x, comm, {.state = state});
                 });
             };
@@ -644,6 +655,6 @@ TEST_SUITE("ops") {
                 step(bad_recurrent));
         rejects({"gated_delta_net: sharding of a layer that runs in place: expected whole rows; by heads is what the "
                  "recurrence runs on, got heads"},
-                [&] { cpx::gated_delta_net<cpx::scan, by_heads>(to, 0, grouped); });
+                [&] { cpx::gated_delta_net(cpx::carry<cpx::scan>(to, 0), grouped); });
     }
 }

@@ -141,7 +141,7 @@ TEST_SUITE("ops") {
                               cpx::sharded<float, S> const& out) {
             return [=] {
                 cpx::threads::run(1, [&](cpx::threads& comm) {
-                    cpx::gated_delta_net<cpx::scan, S> const net(sharding, 0, q.config);
+                    cpx::gated_delta_net const net(cpx::carry<cpx::scan>(sharding, 0), q.config);
                     net(q.view(), in, out, comm);
                 });
             };
@@ -157,7 +157,7 @@ TEST_SUITE("ops") {
         auto of_weights = p;
         support::rejects({"gated_delta_net.cpp", "overlap of y and in_proj_qkv.weight: expected none"}, [&] {
             cpx::threads::run(1, [&](cpx::threads& comm) {
-                cpx::gated_delta_net<cpx::scan, S> const net(sharding, 0, p.config);
+                cpx::gated_delta_net const net(cpx::carry<cpx::scan>(sharding, 0), p.config);
                 net(of_weights.view(), x, cpx::sharded<float, S>({of_weights.weights[0].data(), 11, 12}, sharding, 0),
                     comm);
             });
@@ -188,7 +188,7 @@ TEST_SUITE("ops") {
             cpx::threads::run(2, [&](cpx::threads& comm) {
                 S const own = cpx::shard(comm.rank() == 0 ? batch : lengths({5, 6}), cpx::zigzag<>(2));
                 cpx::tensor<float, S> same_rows(own, comm.rank(), 12);
-                cpx::gated_delta_net<cpx::scan, S> const net(own, comm.rank(), p.config);
+                cpx::gated_delta_net const net(cpx::carry<cpx::scan>(own, comm.rank()), p.config);
                 net(p.view(), same_rows, same_rows, comm);
             });
         });

@@ -165,7 +165,7 @@ TEST_SUITE("ops") {
             cpx::threads::run(1, [&](cpx::threads& comm) {
                 cpx::tensor<double, S> in(where, 0, 12), y(where, 0, 12);
                 std::copy(of.x.begin(), of.x.end(), in.data().data());
-                net(where, 0, of.config)(of.view(), in.view(), y.view(), comm, {{}, &saved});
+                net(cpx::carry<cpx::scan>(where, 0), of.config)(of.view(), in.view(), y.view(), comm, {{}, &saved});
             });
         };
         cpx::gated_delta_net_saved<double, S, S> good, none, of_other;
@@ -179,8 +179,8 @@ TEST_SUITE("ops") {
         support::rejects({"gated_delta_net: memory: expected states to go on from, or tensors to be saved"}, [&] {
             cpx::threads::run(1, [&](cpx::threads& comm) { // its backward would not know what came before
                 cpx::gated_delta_net_saved<double, S, S> both;
-                net(sharding, 0, p.config)(p.view(), x, dx, comm,
-                                           {{{conv.data(), n, taps}, {recurrent.data(), n, state}}, &both});
+                net(cpx::carry<cpx::scan>(sharding, 0),
+                    p.config)(p.view(), x, dx, comm, {{{conv.data(), n, taps}, {recurrent.data(), n, state}}, &both});
             });
         });
         auto const call = [&](layer<double> const& q, auto& saved, cpx::sharded<double, S> const& in,
@@ -188,8 +188,8 @@ TEST_SUITE("ops") {
                               cpx::gated_delta_net_parameters<double> const& to) {
             return [=, &saved] {
                 cpx::threads::run(1, [&](cpx::threads& comm) {
-                    gated_delta_net_backward(net(sharding, 0, q.config), q.view(), in, saved, of_y,
-                                             cpx::gated_delta_net_gradients<double, S>{of_x, to}, comm);
+                    gated_delta_net_backward(net(cpx::carry<cpx::scan>(sharding, 0), q.config), q.view(), in, saved,
+                                             of_y, cpx::gated_delta_net_gradients<double, S>{of_x, to}, comm);
                 });
             };
         };
@@ -235,7 +235,7 @@ TEST_SUITE("ops") {
                     S const split = cpx::shard(batch, cpx::zigzag<>(2));
                     cpx::tensor<double, S> in(split, comm.rank(), 12), of_x = in;
                     cpx::gated_delta_net_saved<double, S, S> saved;
-                    net const layer(split, comm.rank(), grouped);
+                    net const layer(cpx::carry<cpx::scan>(split, comm.rank()), grouped);
                     layer(p.view(), in, of_x, comm, {{}, &saved});
                     std::vector<double> own;
                     auto const order = comm.rank() == 0 ? sum_order::by_rank : sum_order::by_row;

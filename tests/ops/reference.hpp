@@ -348,7 +348,7 @@ std::vector<T> run(layer<T> const& p, S const& sharding) {
     return on_ranks::assemble<T>(sharding, rows, [&](cpx::threads& comm) {
         auto const x = on_ranks::take(p.x, rows, sharding, comm.rank());
         auto y = on_ranks::poisoned<T>(sharding, comm.rank(), x.width());
-        cpx::gated_delta_net<How, S> const net(sharding, comm.rank(), p.config);
+        cpx::gated_delta_net const net(cpx::carry<How>(sharding, comm.rank()), p.config);
         net(p.view(), x.view(), y.view(), comm);
         return y;
     });
@@ -363,7 +363,9 @@ std::vector<T> run_by_heads(layer<T> const& p, S const& sharding) {
     return on_ranks::assemble<T>(sharding, rows, [&](cpx::threads& comm) {
         auto const x = on_ranks::take(p.x, rows, sharding, comm.rank());
         auto y = on_ranks::poisoned<T>(sharding, comm.rank(), x.width());
-        cpx::gated_delta_net<cpx::serial, S, cpx::head_sharded<>> const net(sharding, mix, back, comm.rank(), p.config);
+        int const rank = comm.rank();
+        cpx::gated_delta_net const net(cpx::carry<cpx::serial>(mix, rank), relayout(sharding, mix, rank),
+                                       relayout(back, sharding, rank), p.config);
         net(p.view(), x.view(), y.view(), comm);
         return y;
     });

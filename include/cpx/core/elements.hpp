@@ -5,14 +5,13 @@
 #include <cpx/core/config.hpp>
 #include <cpx/core/memory.hpp>
 
-#include <concepts>
 #include <type_traits>
 
 namespace cpx {
 
 /// In what functions of elements of T compute: in T, or in float where T has 16 bits and is no type of the language.
 template <class T>
-using wide = std::conditional_t<std::floating_point<T>, T, float>;
+using wide = std::conditional_t<std::is_arithmetic_v<T>, T, float>;
 
 template <class T>
 CPX_HOST_DEVICE wide<T> widen(T x) {

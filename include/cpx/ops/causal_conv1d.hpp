@@ -70,14 +70,14 @@ struct causal_conv1d_states {
 namespace detail {
 
 /// What a convolution is given, on one rank.
-template <class T, any_sharding S>
+template <class T, any_sharding S, any_memory M = host_memory>
 struct convolution {
     halo_plan<S> const& plan;
-    sharded<T const, S> x;
+    sharded<T const, S, M> x;
     rows<T const> weight;
     std::span<T const> bias;
     activation act;
-    sharded<T, S> y;
+    sharded<T, S, M> y;
     causal_conv1d_states<T> states = {};
     char const* where = "causal_conv1d";
 };
@@ -105,7 +105,7 @@ convolution<T, S> const& checked(convolution<T, S> const& of, caller here) {
     return of;
 }
 
-/// Runs a convolution of which all fits.
+/// Runs a convolution of which all fits. On devices: `ops/cuda/causal_conv1d.hpp`.
 template <class T, any_sharding S, class Comm>
 void convolve(convolution<T, S> const& of, Comm& comm, caller here) {
     halo_plan<S> const& plan = of.plan;
@@ -205,17 +205,18 @@ causal_conv1d_gradients(X&& = {}, detail::any = {}, detail::any = {}, detail::an
 namespace detail {
 
 /// What the backward of a convolution is given, on one rank.
-template <class T, any_sharding S>
+template <class T, any_sharding S, any_memory M = host_memory>
 struct convolution_backward {
+    using sum = typename M::template sum<T>;
     halo_plan<S> const &before, &after;
-    sharded<T const, S> x;
+    sharded<T const, S, M> x;
     rows<T const> weight;
     std::span<T const> bias;
     activation act;
-    sharded<T const, S> dy;
-    sharded<T, S> dx;
-    rows<T> dweight;
-    std::span<T> dbias;
+    sharded<T const, S, M> dy;
+    sharded<T, S, M> dx;
+    rows<sum> dweight;
+    std::span<sum> dbias;
     sum_order order;
     char const* where = "causal_conv1d_backward";
 };

@@ -36,24 +36,23 @@ template <class T>
 class gated_delta_net_cache {
 public:
     static_assert(!std::same_as<T, detail::untold>, "cpx: a gated_delta_net_cache cannot tell its elements; write "
-                                                    "gated_delta_net_cache<float>(config, sharding, rank)");
+                                                    "gated_delta_net_cache<float>(config, plan)");
 
-    /// `sharding` is what the recurrence runs on; of its batch only the number of sequences counts.
-    template <any_sharding S>
-    gated_delta_net_cache(gated_delta_net_config const& config, S const& sharding, int rank,
+    /// `plan`: by what the recurrence carries its states; of its batch only the number of sequences counts.
+    template <carry_kind How, any_sharding S>
+    gated_delta_net_cache(gated_delta_net_config const& config, carry_plan<How, S> const& plan,
                           caller here = caller::here())
-        : sequences_(sharding.batch().sequences()) {
-        detail::require_rank("gated_delta_net_cache", rank, sharding.ranks(), here);
-        detail::gated_delta_widths<S> const n(detail::checked(config, here), sharding, rank);
+        : sequences_(plan.sharding.batch().sequences()) {
+        detail::gated_delta_widths<S> const n(detail::checked(config, here), plan.sharding, plan.rank);
         conv_width_ = n.conv;
         recurrent_width_ = n.recurrent;
         conv_ = detail::zeros<T>("gated_delta_net_cache", {sequences_, n.conv}, here);
         recurrent_ = detail::zeros<T>("gated_delta_net_cache", {sequences_, n.recurrent}, here);
     }
     template <class X = void>
-    explicit gated_delta_net_cache(detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
-        static_assert(detail::never<X>, "cpx: gated_delta_net_cache<T>(config, sharding, rank) wants a "
-                                        "gated_delta_net_config, the recurrence's sharding and a rank");
+    explicit gated_delta_net_cache(detail::any = {}, detail::any = {}, detail::any = {}) {
+        static_assert(detail::never<X>, "cpx: gated_delta_net_cache<T>(config, plan) wants a gated_delta_net_config "
+                                        "and the recurrence's carry_plan, such as carry<scan>(sharding, rank) returns");
     }
     gated_delta_net_state<T> view() {
         return {{conv_.data(), sequences_, conv_width_}, {recurrent_.data(), sequences_, recurrent_width_}};
@@ -64,8 +63,7 @@ private:
     std::vector<T> conv_, recurrent_;
 };
 template <class X = void>
-gated_delta_net_cache(detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {})
-    -> gated_delta_net_cache<detail::untold>;
+gated_delta_net_cache(detail::any = {}, detail::any = {}, detail::any = {}) -> gated_delta_net_cache<detail::untold>;
 
 namespace detail {
 
@@ -98,7 +96,7 @@ using state_sharding_of = decltype(state_sharding(std::declval<S const&>(), {}))
 
 /// Moves the states of gated delta net layers from where a batch left them to where the next one reads them.
 ///
-/// `from`: what the recurrence ran on. `to`: what it runs on next, over any batch of the same sequences: by heads,
+/// `from`: the carry plan by which the recurrence ran. `to`: that by which it runs next, over any batch of the same sequences: by heads,
 /// replicated, or by tokens if no sequence has more than one token. To go on by tokens with many tokens a sequence,
 /// hand over to `replicated`, because several ranks may then read one state.
 ///
@@ -120,19 +118,20 @@ public:
     ///
     /// Throws `cpx::error` if sequences, ranks or heads do not fit, or if `to` is by tokens and gives a sequence more
     /// than one.
-    gated_delta_net_relayout(From const& from, To const& to, int rank, gated_delta_net_config const& config,
-                             caller here = caller::here())
-        : plan_(make(from, to, rank, config, here)), source_(plan_.from, from, rank, config),
-          target_(plan_.to, to, rank, config) {
+    template <carry_kind A, carry_kind B>
+    gated_delta_net_relayout(carry_plan<A, From> const& from, carry_plan<B, To> const& to,
+                             gated_delta_net_config const& config, caller here = caller::here())
+        : plan_(make(from.sharding, to.sharding, from.rank, config, here)),
+          source_(plan_.from, from.sharding, from.rank, config), target_(plan_.to, to.sharding, to.rank, config) {
         constexpr int a = static_ranks<From>, b = static_ranks<To>;
         static_assert(
             a == dynamic || b == dynamic || a == b,
             "cpx: gated_delta_net_relayout between shardings over different numbers of ranks; shard both over "
             "the same ranks");
+        require(to.rank == from.rank, where, "rank of the target", from.rank, to.rank, here);
     }
     template <class X = detail::any>
-    explicit gated_delta_net_relayout(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {},
-                                      detail::any = {})
+    explicit gated_delta_net_relayout(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {})
         : gated_delta_net_relayout(unfit<X>()) {}
 
     /// Returns the plan, whose rows are the states of a sequence, conv and then recurrent.
@@ -174,8 +173,9 @@ private:
 
     template <class X>
     static gated_delta_net_relayout const& unfit() {
-        static_assert(detail::never<X>, "cpx: gated_delta_net_relayout(from, to, rank, config) wants two shardings, "
-                                        "this rank and a gated_delta_net_config");
+        static_assert(detail::never<X>,
+                      "cpx: gated_delta_net_relayout(from, to, config) wants two carry_plans, such as "
+                      "carry<scan>(sharding, rank) returns, and a gated_delta_net_config");
         throw;
     }
 
@@ -229,7 +229,7 @@ private:
     held_states source_, target_;
 };
 template <class X = detail::any>
-gated_delta_net_relayout(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {})
+gated_delta_net_relayout(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {})
     -> gated_delta_net_relayout<replicated<1>, replicated<1>>;
 
 } // namespace cpx

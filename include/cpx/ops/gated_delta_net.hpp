@@ -3,48 +3,15 @@
 #pragma once
 
 #include <cpx/layout/head_sharded.hpp>
-#include <cpx/layout/tensor.hpp>
-#include <cpx/ops/causal_conv1d.hpp>
-#include <cpx/ops/gated_delta_rule.hpp>
+#include <cpx/ops/gated_delta_mixer.hpp>
 #include <cpx/ops/local/linear.hpp>
 #include <cpx/ops/local/norm.hpp>
-#include <cpx/ops/sections.hpp>
 
 #include <array>
 #include <concepts>
 #include <optional>
 
 namespace cpx {
-
-/// Sizes of a gated delta net layer.
-struct gated_delta_net_config {
-    index_t hidden = 1;
-    delta_rule_heads heads;
-    index_t kernel = 4; ///< taps of the convolution
-    index_t chunk = 64; ///< tokens a chunk of the delta rule
-    double eps = 1e-6;  ///< of the gated norm
-
-    /// Returns the sections of the rows that the recurrence reads: q, k, v, b, a.
-    std::vector<section> sections() const {
-        return {{heads.key_heads, heads.key_dim},
-                {heads.key_heads, heads.key_dim},
-                {heads.value_heads, heads.value_dim},
-                {heads.value_heads, 1},
-                {heads.value_heads, 1}};
-    }
-    /// Returns the sections of the rows that it writes: o.
-    std::vector<section> output_sections() const { return {{heads.value_heads, heads.value_dim}}; }
-};
-
-/// Weights of a gated delta net layer, or their gradients, whole on every rank, named and shaped as in the checkpoint.
-///
-/// Projections are (out, in); conv is (q + k + v channels, kernel); A_log, dt_bias (value heads, 1); norm (1,
-/// value_dim).
-template <class A>
-struct gated_delta_net_parameters {
-    field<rows<A>> in_proj_qkv, in_proj_z, in_proj_b, in_proj_a, conv, A_log, dt_bias, norm, out_proj;
-    detail::no_more end = {};
-};
 
 /// Calls `f(name, rows, count, width)` for each parameter, const or not, with its name in a checkpoint and its shape.
 template <class Parameters, class F>
@@ -62,135 +29,74 @@ void for_each_parameter(Parameters& p, gated_delta_net_config const& c, F&& f) {
     f("out_proj.weight", p.out_proj, c.hidden, v);
 }
 
+/// Products of matrices of the host, as a layer wants them: y = x W^T, dx += dy W, dweight += dy^T x. Nothing is to be
+/// done when an operator has exchanged.
 template <class T>
-using gated_delta_net_weights = gated_delta_net_parameters<T const>;
-
-/// What a gated delta net hands from one batch to the next one of the same sequences, for the heads that a rank holds.
-///
-/// conv: (sequences, kernel * (q + k + v channels)), see `causal_conv1d_states`; recurrent: (sequences, value heads *
-/// key_dim * value_dim). Zeros before the first token. Read where a sequence begins, conv on every rank that holds one
-/// of its first kernel - 1 tokens; written in place where it ends. Decoding is a batch of one token a sequence, see
-/// `gated_delta_net_relayout`.
-template <class T>
-struct gated_delta_net_state {
-    field<rows<T>> conv = {}, recurrent = {};
-    detail::no_more end = {};
+struct host_products {
+    void linear(rows<T const> x, rows<T const> weight, rows<T> y) const { detail::project(x, weight, y); }
+    void linear_backward_input(rows<T const> dy, rows<T const> weight, rows<T> dx) const {
+        row_buffer<T> own(dx.count(), dx.width());
+        detail::project_backward_input<T>(dy, weight, own.view());
+        for_each_element(host_memory(), dx.count(), dx.width(), rowwise::add<T>{own.view(), dx});
+    }
+    void linear_backward_weight(rows<T const> dy, rows<T const> x, rows<T> dweight) const {
+        detail::project_backward_weight(dy, x, dweight);
+    }
+    void ended(auto const&...) const {}
+    void ended_states(auto const&...) const {}
 };
+
+namespace detail {
+
+/// A transport of the host, for all that a layer runs on.
+template <class T, class Comm>
+struct host_layers : host_products<T> {
+    Comm& comm;
+    explicit host_layers(Comm& by) : comm(by) {}
+    Comm& carrier() const { return comm; }
+};
+
+template <class By>
+concept runs_layers = requires(By& by) {
+    by.comm;
+    by.carrier();
+};
+
+/// Calls `f` with what a layer runs on.
+template <class T, class By, class F>
+void with_layers(By& by, F&& f) {
+    if constexpr (runs_layers<By>)
+        f(by);
+    else {
+        host_layers<T, By> of_host(by);
+        f(of_host);
+    }
+}
+
+} // namespace detail
 
 /// What the backward needs of its forward: the inputs of the gated norm, on the sharding of the layer, and what belongs
 /// to the recurrence, on that of the recurrence.
-template <class T, any_sharding S, any_sharding Mix>
-struct gated_delta_net_saved {
-    std::optional<tensor<T, S>> z, o;
-    std::optional<tensor<T, Mix>> projected, mixed, gates;
-    delta_rule_saved<T> states;
+template <class T, any_sharding S, any_sharding Mix, any_memory M = host_memory>
+struct gated_delta_net_saved : gated_delta_mixed<T, Mix, M> {
+    std::optional<tensor<T, S, M>> z, o;
+    std::optional<tensor<T, Mix, M>> projected;
 };
 
-template <class T, any_sharding S>
+template <class T, any_sharding S, any_memory M = host_memory>
 struct gated_delta_net_gradients; // see gated_delta_net_backward.hpp
 
 /// What a forward keeps beside its output: states to go on from, or what the backward needs, or nothing.
-template <class T, any_sharding S, any_sharding Mix>
+template <class T, any_sharding S, any_sharding Mix, any_memory M = host_memory>
 struct gated_delta_net_memory {
     gated_delta_net_state<T> state = {};
-    field<gated_delta_net_saved<T, S, Mix>*> saved = nullptr;
+    field<gated_delta_net_saved<T, S, Mix, M>*> saved = nullptr;
     detail::no_more end = {};
 };
 
 namespace detail {
 
-struct gated_delta_net_backward_pass; // see there, too
-
-/// Returns `config`, or throws: of heads that do not fit, of what is below 1 or has no size.
-inline gated_delta_net_config const& checked(gated_delta_net_config const& config, caller here) {
-    char const* const where = "gated_delta_net";
-    require_delta_heads(where, config.heads, here);
-    index_t const columns = columns_of(where, config.sections(), here);
-    require(config.kernel >= 1, where, "kernel", "at least 1", config.kernel, here);
-    require(config.chunk >= 1, where, "chunk", "at least 1", config.chunk, here);
-    product(where, "columns x kernel", {columns, config.kernel}, here);
-    product(where, "columns x hidden", {columns, config.hidden}, here);
-    return config;
-}
-
-/// How wide this rank's columns of q (and of k), v, of the gates and of the states are.
-template <any_sharding S>
-struct gated_delta_widths {
-    index_t q, v, values, conv, recurrent;
-
-    gated_delta_widths(gated_delta_net_config const& config, S const& sharding, int rank)
-        : q(sharding.heads(rank, config.heads.key_heads).size() * config.heads.key_dim),
-          values(sharding.heads(rank, config.heads.value_heads).size()) {
-        v = values * config.heads.value_dim;
-        conv = config.kernel * qkv();
-        recurrent = v * config.heads.key_dim;
-    }
-    index_t qkv() const { return 2 * q + v; }
-};
-
-/// The convolution, the gates and the delta rule: what needs neighbours, on the sharding `S`.
-template <carry_kind How, any_sharding S>
-struct gated_delta_mixer {
-    halo_plan<S> before, after;
-    carry_plan<How, S> states;
-
-    gated_delta_mixer(S const& sharding, int rank, index_t kernel, caller here)
-        : before(halo(sharding, rank, kernel - 1, side::before, here)),
-          after(halo(sharding, rank, kernel - 1, side::after, here)), states(carry<How>(sharding, rank, here)) {}
-
-    /// The tensors of the delta rule. mixed: the result of the convolution, q, k and v; gates: g, then beta.
-    template <class T>
-    delta_rule_tensors<T, S> delta_rule(gated_delta_widths<S> const& n, tensor<T, S> const& mixed,
-                                        tensor<T, S> const& gates, sharded<T, S> const& o) const {
-        auto const qkv = mixed.view(), g_beta = gates.view();
-        return {qkv.columns(0, n.q),
-                qkv.columns(n.q, n.q),
-                qkv.columns(2 * n.q, n.v),
-                g_beta.columns(0, n.values),
-                g_beta.columns(n.values, n.values),
-                o};
-    }
-
-    /// x: rows of `config.sections()`; o: rows of `config.output_sections()`, both for this rank's heads.
-    template <class T, class Saved, class Comm>
-    void operator()(gated_delta_net_config const& config, gated_delta_net_weights<T> const& w, tensor<T, S> const& x,
-                    tensor<T, S>& o, gated_delta_net_state<T> const& state, Saved* saved, Comm& comm, caller here,
-                    char const* where) const {
-        S const& sharding = states.sharding;
-        int const rank = states.rank;
-        gated_delta_widths<S> const n(config, sharding, rank);
-        auto const sections = config.sections();
-        auto const qkv = std::span(sections).first(3), per_head = std::span(sections).last(1);
-
-        auto const conv = local_rows(sharding, rank, qkv, w.conv, here);
-        tensor<T, S> mixed(sharding, rank, n.qkv(), here), gates(sharding, rank, 2 * n.values, here);
-        convolution<T, S> const of_qkv{before,
-                                       x.view().columns(0, n.qkv()),
-                                       rows<T const>(conv, config.kernel),
-                                       {},
-                                       activation::silu,
-                                       mixed.view(),
-                                       {state.conv, state.conv},
-                                       where};
-        convolve(of_qkv, comm, here); // the layer has checked what it was given
-
-        auto const A_log = local_rows(sharding, rank, per_head, w.A_log, here);
-        auto const dt_bias = local_rows(sharding, rank, per_head, w.dt_bias, here);
-        auto const b = x.data().columns(n.qkv(), n.values), a = x.data().columns(n.qkv() + n.values, n.values);
-        for_each_element(host_memory(), a.count(), n.values,
-                         rowwise::delta_gates<T>{b, a, rows<T const>(A_log, 1), rows<T const>(dt_bias, 1),
-                                                 gates.data().columns(0, n.values),
-                                                 gates.data().columns(n.values, n.values)});
-        auto t = delta_rule(n, mixed, gates, sharded<T, S>(o.data(), sharding, rank));
-        t.initial = t.final = state.recurrent;
-        if (saved) t.saved = &saved->states;
-        delta_rule_options const options{.chunk = config.chunk, .qk_l2norm = true};
-        recur_on_host(states, gated_delta{config.heads, options, where}, listed(t), comm, here); // and the states
-        if (!saved) return;
-        saved->mixed = std::move(mixed);
-        saved->gates = std::move(gates);
-    }
-};
+struct gated_delta_net_backward_pass; // see gated_delta_net_backward.hpp
 
 } // namespace detail
 
@@ -206,46 +112,76 @@ struct gated_delta_mixer {
 template <carry_kind How, any_sharding S, any_sharding Mix = S>
 class gated_delta_net {
 public:
-    template <class T>
-    using saved_of = gated_delta_net_saved<T, S, Mix>;
+    using sharding_type = S;
+    template <class T, any_memory M = host_memory>
+    using saved_of = gated_delta_net_saved<T, S, Mix, M>;
 
-    /// In place, on whole rows: by tokens or replicated. Pure: no communication. Throws `cpx::error` on rows by heads.
-    gated_delta_net(S const& sharding, int rank, gated_delta_net_config const& config, caller here = caller::here())
+    /// In place, on whole rows: by tokens or replicated. `plan` is `carry<How>(sharding, rank)`. Pure.
+    /// Throws `cpx::error` on rows by heads and on sizes that do not fit.
+    gated_delta_net(carry_plan<How, S> const& plan, gated_delta_net_config const& config, caller here = caller::here())
         requires std::same_as<S, Mix>
-        : config_(detail::checked(config, here)), mixer_(sharding, rank, config.kernel, here) {
-        require(sharding.sections().empty(), "gated_delta_net", "sharding of a layer that runs in place",
+        : mixer_(plan, config, here) {
+        require(sharding().sections().empty(), "gated_delta_net", "sharding of a layer that runs in place",
                 "whole rows; by heads is what the recurrence runs on", "heads", here);
     }
 
-    /// By heads: `mix` and `back` are `head_sharded` over `config.sections()` and `config.output_sections()`.
-    gated_delta_net(S const& sharding, Mix const& mix, Mix const& back, int rank, gated_delta_net_config const& config,
+    /// By heads: of `head_sharded` mix, over `config.sections()`, and o, over `config.output_sections()`, the plans are
+    /// `carry<How>(mix, rank)`, `relayout(sharding, mix, rank)` and `relayout(o, sharding, rank)`.
+    gated_delta_net(carry_plan<How, Mix> const& plan, relayout_plan<S, Mix> const& there,
+                    relayout_plan<Mix, S> const& back, gated_delta_net_config const& config,
                     caller here = caller::here())
         requires(!std::same_as<S, Mix>)
-        : config_(detail::checked(config, here)), mixer_(mix, rank, config.kernel, here),
-          moves_{relayout(sharding, mix, rank, here), relayout(back, sharding, rank, here),
-                 relayout(sharding, back, rank, here), relayout(mix, sharding, rank, here)} {}
+        : mixer_(plan, config, here),
+          moves_{there, back,
+                 relayout(back.to, back.from, plan.rank, here), // not transposed: several ranks may have a head
+                 relayout(there.to, there.from, plan.rank, here)} {
+        bool const fit =
+            there.to == plan.sharding && back.to == there.from && there.rank == rank() && back.rank == rank();
+        require(fit, "gated_delta_net", "relayouts", "of the plan's rank, to the recurrence's sharding and back",
+                "others", here);
+        auto const of = [](Mix const& by_heads, std::vector<section> const& sections) {
+            return std::ranges::equal(by_heads.sections(), sections);
+        };
+        require(of(there.to, config.sections()) && of(back.from, config.output_sections()), "gated_delta_net",
+                "sections of the recurrence", "the config's", "others", here);
+    }
 
     template <class X = detail::any>
-    explicit gated_delta_net(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
-                             detail::any = {})
+    explicit gated_delta_net(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {})
         : gated_delta_net(unfit<X>()) {}
 
-    gated_delta_net_config const& config() const { return config_; }
+    gated_delta_net_config const& config() const { return mixer_.config; }
+    int rank() const { return mixer_.rank(); }
+    /// Calls `f(plan, width)` for the relayouts of a forward, none where the recurrence runs in place.
+    template <class F>
+    void each_move(F&& f) const {
+        if constexpr (!std::same_as<S, Mix>)
+            f(moves_.there, moves_.there.source_width), f(moves_.back, moves_.back.target_width);
+    }
+    /// Returns by what the recurrence carries its states, see `gated_delta_net_cache`.
+    carry_plan<How, Mix> const& states() const { return mixer_.states; }
+    /// Returns what the convolution brings, and how wide this rank's columns of the recurrence's tensors are.
+    halo_plan<Mix> const& halo() const { return mixer_.before; }
+    detail::gated_delta_widths<Mix> const& widths() const { return mixer_.widths; }
     S const& sharding() const {
         if constexpr (std::same_as<S, Mix>)
-            return mixer_.states.sharding;
+            return mixer_.sharding();
         else
             return moves_.there.from;
     }
 
     /// Computes the layer: x, y (rows, hidden) of the layer's sharding, y may be x. Collective.
     ///
+    /// `by`: a transport of the host; or, of tensors in any memory, what the layer runs on: `comm`, their communicator,
+    /// `carrier()`, by which states are carried, on devices perhaps a `cuda::state_exchange`, and what `host_products`
+    /// has; its `ended` are called when an operator has exchanged, with what a forward's has sent.
     /// `memory`: states to go on from, for decoding, and what the backward needs, see `gated_delta_net_backward`.
     /// Throws `cpx::error` on shapes or shardings that do not fit and on memory that overlaps in another way, and what
     /// `exchange` and the operators throw.
-    template <class T, sharded_like X, sharded_like Y, transport Comm>
-    void operator()(gated_delta_net_weights<T> const& w, X const& x, Y&& y, Comm& comm,
-                    std::type_identity_t<gated_delta_net_memory<T, S, Mix>> const& memory = {},
+    template <class T, sharded_anywhere X, sharded_like<memory_of<X>> Y, class By>
+        requires detail::runs_layers<By> || (transport<By> && sharded_like<X>)
+    void operator()(gated_delta_net_weights<T> const& w, X const& x, Y&& y, By& by,
+                    std::type_identity_t<gated_delta_net_memory<T, S, Mix, memory_of<X>>> const& memory = {},
                     caller here = caller::here()) const {
         constexpr bool fits = detail::sharded_as<S, X, Y>;
         constexpr bool writes = detail::writes<Y, X> && std::same_as<element_of<Y>, T>;
@@ -254,7 +190,9 @@ public:
                       "make the layer with x.sharding()");
         static_assert(writes, "cpx: gated_delta_net wants x and y of the weights' elements, and a y that is not const "
                               "and has a name");
-        if constexpr (fits && writes) forward<T>(w, x.view(), y.view(), comm, memory, here);
+        if constexpr (fits && writes)
+            detail::with_layers<T>(
+                by, [&](auto& on) { forward<T, memory_of<X>>(w, x.view(), y.view(), on, memory, here); });
     }
     template <class X>
     void operator()(X const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
@@ -270,9 +208,8 @@ private:
     template <class X>
     static gated_delta_net const& unfit() {
         static_assert(detail::never<X>,
-                      "cpx: gated_delta_net wants its sharding, the rank and a config; by heads its sharding, that of "
-                      "the recurrence and that of its result, the rank and a config; the carry is spelled: "
-                      "gated_delta_net<scan, S>");
+                      "cpx: gated_delta_net wants carry<How>(sharding, rank) and a config; by heads that of the "
+                      "recurrence's sharding, the relayouts there and back, and a config");
         throw;
     }
 
@@ -284,58 +221,68 @@ private:
     };
     struct nothing {};
 
-    template <class T, class Comm>
-    void forward(gated_delta_net_weights<T> const& w, sharded<T const, S> const& x, sharded<T, S> const& y, Comm& comm,
-                 gated_delta_net_memory<T, S, Mix> const& memory, caller here) const {
+    template <class T, class M, class By>
+    void forward(gated_delta_net_weights<T> const& w, sharded<T const, S, M> const& x, sharded<T, S, M> const& y,
+                 By& by, gated_delta_net_memory<T, S, Mix, M> const& memory, caller here) const {
         char const* const where = "gated_delta_net";
-        detail::require_place(where, "x", x, sharding(), mixer_.states.rank, "the layer's", here);
-        detail::require_place(where, "y", y, sharding(), mixer_.states.rank, "the layer's", here);
+        detail::require_place(where, "x", x, sharding(), rank(), "the layer's", here);
+        detail::require_place(where, "y", y, sharding(), rank(), "the layer's", here);
         check(where, w, here);
         check(where, memory.state, here);
-        index_t const heads = config_.heads.value_heads, v = heads * config_.heads.value_dim;
-        index_t const qkv = 2 * config_.heads.key_heads * config_.heads.key_dim + v;
+        index_t const heads = config().heads.value_heads, v = heads * config().heads.value_dim;
+        index_t const qkv = 2 * config().heads.key_heads * config().heads.key_dim + v;
         rows<T const> const in = x.data();
-        int const rank = x.rank();
-        tensor<T, S> projected(sharding(), rank, qkv + 2 * heads, here), z(sharding(), rank, v, here),
-            o(sharding(), rank, v, here);
-        detail::require_shape(where, "x", in, z.data().count(), config_.hidden, here);
-        detail::require_shape(where, "y", y.data(), z.data().count(), config_.hidden, here);
+        tensor<T, S, M> projected(sharding(), rank(), qkv + 2 * heads, x.memory(), here),
+            z(sharding(), rank(), v, x.memory(), here), o(sharding(), rank(), v, x.memory(), here);
+        detail::require_shape(where, "x", in, z.data().count(), config().hidden, here);
+        detail::require_shape(where, "y", y.data(), z.data().count(), config().hidden, here);
         detail::operand const conv("conv state", memory.state.conv),
             recurrent("recurrent state", memory.state.recurrent);
         detail::require_apart(where, std::array{detail::operand("y", y.data()), conv, recurrent}, operands(w), here);
         detail::require_apart(where, {conv, recurrent}, {{"x", in}}, here);
         detail::require_apart(where, {{"y", y.data()}}, {{"x", in}}, here, detail::in_place::yes);
-        gated_delta_net_saved<T, S, Mix>* const saved = memory.saved;
-        require(!saved || (!memory.state.conv.data() && !memory.state.recurrent.data()), where, "memory",
+        gated_delta_net_saved<T, S, Mix, M>* const saved = memory.saved;
+        bool const goes_on = memory.state.conv.data() || memory.state.recurrent.data();
+        require(!saved || !goes_on, where, "memory",
                 "states to go on from, or tensors to be saved: there is no backward of a batch that goes on", "both",
                 here);
-        detail::project<T>(in, w.in_proj_qkv, projected.data().columns(0, qkv));
-        detail::project<T>(in, w.in_proj_b, projected.data().columns(qkv, heads));
-        detail::project<T>(in, w.in_proj_a, projected.data().columns(qkv + heads, heads));
-        detail::project<T>(in, w.in_proj_z, z.data());
-        if constexpr (std::same_as<S, Mix>) {
-            mixer_(config_, w, projected, o, memory.state, saved, comm, here, where);
-            if (saved) saved->projected = std::move(projected);
-        } else {
-            tensor<T, Mix> local(moves_.there.to, rank, moves_.there.target_width, here),
-                mixed(moves_.back.from, rank, moves_.back.source_width, here);
-            detail::exchange_rows(moves_.there, projected.data(), local.data(), comm, here, where);
-            mixer_(config_, w, local, mixed, memory.state, saved, comm, here, where);
-            detail::exchange_rows(moves_.back, mixed.data(), o.data(), comm, here, where);
+        require(x.memory() == rank_memory(by.comm) && y.memory() == x.memory(), where, "memory of x and y",
+                "the communicator's, in its stream", "another", here);
+        require(!goes_on || std::same_as<M, host_memory>, where, "states to go on from", "none, of tensors on devices",
+                "some", here);
+        by.linear(in, w.in_proj_qkv, projected.data().columns(0, qkv));
+        by.linear(in, w.in_proj_b, projected.data().columns(qkv, heads));
+        by.linear(in, w.in_proj_a, projected.data().columns(qkv + heads, heads));
+        by.linear(in, w.in_proj_z, z.data());
+        auto const mix = [&](tensor<T, Mix, M>& local, rows<T> of_o) {
+            mixer_(w, std::as_const(local).view(), sharded<T, Mix, M>(of_o, mixer_.sharding(), rank(), x.memory()),
+                   memory.state, saved, by, here, where);
             if (saved) saved->projected = std::move(local);
+        };
+        if constexpr (std::same_as<S, Mix>)
+            mix(projected, o.data());
+        else {
+            tensor<T, Mix, M> local(moves_.there.to, rank(), moves_.there.target_width, x.memory(), here),
+                mixed(moves_.back.from, rank(), moves_.back.source_width, x.memory(), here);
+            detail::exchange_rows(moves_.there, rows<T const>(projected.data()), local.data(), by.comm, here, where);
+            mix(local, mixed.data());
+            detail::exchange_rows(moves_.back, rows<T const>(mixed.data()), o.data(), by.comm, here, where);
         }
-        auto normed = o;
-        gated_rms_norm<T>(o.data(), z.data(), {w.norm.data(), static_cast<std::size_t>(w.norm.width())},
-                          static_cast<T>(config_.eps), normed.data());
-        detail::project<T>(normed.data(), w.out_proj, y.data());
+        tensor<T, S, M> normed(sharding(), rank(), v, x.memory(), here);
+        normalise(x.memory(), norm(w, o, z), normed.data(), here);
+        by.linear(rows<T const>(normed.data()), w.out_proj, y.data());
         if (!saved) return;
         saved->z = std::move(z);
         saved->o = std::move(o);
     }
+    template <class T, class M>
+    head_norm<T> norm(gated_delta_net_weights<T> const& w, tensor<T, S, M> const& o, tensor<T, S, M> const& z) const {
+        return {o.data(), z.data(), w.norm, static_cast<wide<T>>(config().eps), 0};
+    }
 
     template <class A>
     void check(char const* where, gated_delta_net_parameters<A> const& w, caller here) const {
-        for_each_parameter(w, config_, [&](char const* name, rows<A> const& weight, index_t count, index_t width) {
+        for_each_parameter(w, config(), [&](char const* name, rows<A> const& weight, index_t count, index_t width) {
             detail::require_shape(where, name, weight, count, width, here);
         });
     }
@@ -343,7 +290,7 @@ private:
     template <class A>
     std::vector<detail::operand> operands(gated_delta_net_parameters<A> const& w) const {
         std::vector<detail::operand> list;
-        for_each_parameter(w, config_, [&](char const* name, rows<A> const& weight, index_t, index_t) {
+        for_each_parameter(w, config(), [&](char const* name, rows<A> const& weight, index_t, index_t) {
             list.push_back({name, weight});
         });
         return list;
@@ -352,20 +299,18 @@ private:
     /// Here, for the operators that read the states would find out one after the other, with an exchange between.
     template <class T>
     void check(char const* where, gated_delta_net_state<T> const& state, caller here) const {
-        Mix const& mix = mixer_.states.sharding;
-        detail::gated_delta_widths<Mix> const n(config_, mix, mixer_.states.rank);
-        index_t const sequences = mix.batch().sequences();
+        index_t const sequences = mixer_.sharding().batch().sequences();
+        auto const& n = mixer_.widths;
         if (state.conv.data()) detail::require_shape(where, "conv state", state.conv, sequences, n.conv, here);
         if (state.recurrent.data())
             detail::require_shape(where, "recurrent state", state.recurrent, sequences, n.recurrent, here);
     }
 
-    gated_delta_net_config config_;
     detail::gated_delta_mixer<How, Mix> mixer_;
     [[no_unique_address]] std::conditional_t<std::same_as<S, Mix>, nothing, four_moves> moves_;
 };
-template <class X> // which says that a carry must be chosen
-gated_delta_net(X const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {})
+template <class X = detail::any>
+gated_delta_net(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {})
     -> gated_delta_net<scan, sharding<sequential<1>>, replicated<1>>;
 
 } // namespace cpx

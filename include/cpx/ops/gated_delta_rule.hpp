@@ -98,6 +98,13 @@ recurrence_tensors<T, S, 5> listed(delta_rule_tensors<T, S> const& t) {
     return {{t.q, t.k, t.v, t.g, t.beta}, t.o, t.initial, t.final, t.saved};
 }
 
+/// Runs a gated delta rule of which all fits. On devices: `ops/cuda/gated_delta_rule.hpp`.
+template <carry_kind How, any_sharding S, class T, class Comm>
+void run_delta_rule(carry_plan<How, S> const& plan, gated_delta const& r, delta_rule_tensors<T, S> const& t, Comm& comm,
+                    caller here) {
+    recur_on_host(plan, r, listed(t), comm, here);
+}
+
 } // namespace detail
 
 /// Computes the gated delta rule in place on any sharding,
@@ -120,9 +127,8 @@ void gated_delta_rule(carry_plan<How, S> const& plan, delta_rule_tensors<T, X> c
                   "carry(q.sharding(), ...)");
     if constexpr (fits) {
         detail::gated_delta const r{heads, options};
-        auto const given = detail::listed(t);
-        detail::check_recurrence(plan, r, given, here);
-        detail::recur_on_host(plan, r, given, comm, here);
+        detail::check_recurrence(plan, r, detail::listed(t), here);
+        detail::run_delta_rule(plan, r, t, comm, here);
     }
 }
 template <class Plan = detail::any>

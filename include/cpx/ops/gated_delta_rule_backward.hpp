@@ -23,6 +23,22 @@ delta_rule_gradient_tensors(X&& = {}, detail::any = {}, detail::any = {}, detail
     -> delta_rule_gradient_tensors<typename detail::first_field<X>::element, typename detail::first_field<X>::sharding,
                                    typename detail::first_field<X>::memory>;
 
+namespace detail {
+
+template <class T, any_sharding S>
+recurrence_gradients<T, S, 5> listed(delta_rule_gradient_tensors<T, S> const& to) {
+    return {to.dout, {to.dq, to.dk, to.dv, to.dg, to.dbeta}, to.dfinal, to.dinitial};
+}
+
+/// Runs the backward of a gated delta rule of which all fits, as `run_delta_rule` the forward.
+template <carry_kind How, any_sharding S, class T, class Comm>
+void run_delta_rule_backward(carry_plan<How, S> const& plan, gated_delta const& r, delta_rule_tensors<T, S> const& t,
+                             delta_rule_gradient_tensors<T, S> const& to, Comm& comm, caller here) {
+    recur_backward_on_host(plan, r, listed(t), listed(to), comm, here);
+}
+
+} // namespace detail
+
 /// Computes the gradients of `gated_delta_rule`.
 ///
 /// `plan`, `t`, `heads` and `options` as in the forward, which has filled `t.saved`; t.o is not read.
@@ -41,11 +57,8 @@ void gated_delta_rule_backward(carry_plan<How, S> const& plan, delta_rule_tensor
     static_assert(same || !made, "cpx: gated_delta_rule_backward wants gradients of the tensors' elements");
     if constexpr (fits && same) {
         detail::gated_delta const r{heads, options};
-        auto const given = detail::listed(t);
-        recurrence_gradients<T, S, 5> const gradients{
-            to.dout, {to.dq, to.dk, to.dv, to.dg, to.dbeta}, to.dfinal, to.dinitial};
-        detail::check_recurrence_backward(plan, r, given, gradients, here);
-        detail::recur_backward_on_host(plan, r, given, gradients, comm, here);
+        detail::check_recurrence_backward(plan, r, detail::listed(t), detail::listed(to), here);
+        detail::run_delta_rule_backward(plan, r, t, to, comm, here);
     }
 }
 template <class Plan = detail::any>

@@ -3,12 +3,46 @@
 #pragma once
 
 #include <cpx/core/overlap.hpp>
-#include <cpx/core/rows.hpp>
+#include <cpx/core/row_buffer.hpp>
 #include <cpx/layout/sharding.hpp>
+#include <cpx/ops/local/sums.hpp>
 
 #include <algorithm>
 
 namespace cpx {
+
+namespace detail {
+
+/// Calls `f(first, heads, section, local)` for the heads that `rank` holds of each section, whose rows of a weight are
+/// those from `first` and, where the rank's rows stand together, from `local` on.
+template <any_sharding S, class F>
+void each_section(S const& sharding, int rank, std::span<section const> sections, F&& f) {
+    index_t first = 0, local = 0;
+    for (section const& s : sections) {
+        range const heads = sharding.heads(rank, s.heads);
+        f(first, heads, s, local);
+        first += s.heads * s.width;
+        local += heads.size() * s.width;
+    }
+}
+
+/// As `local_rows`, of a weight in any memory that fits.
+template <class T, any_sharding S, any_memory M>
+row_buffer<T, M> held_rows(M const& memory, S const& sharding, int rank, std::span<section const> sections,
+                           rows<T const> weight, caller here) {
+    index_t held = 0;
+    for (section const& s : sections) held += sharding.heads(rank, s.heads).size() * s.width;
+    row_buffer<T, M> made(memory, held, weight.width(), here);
+    each_section(sharding, rank, sections, [&](index_t first, range heads, section const& s, index_t local) {
+        index_t const count = heads.size() * s.width;
+        for_each_element(
+            memory, count, weight.width(),
+            rowwise::copy<T>{weight.sub(first + heads.first * s.width, count), made.view().sub(local, count)}, here);
+    });
+    return made;
+}
+
+} // namespace detail
 
 /// Returns the rows of `weight` that belong to the heads that `rank` holds of `sections`, in local order.
 ///
@@ -20,15 +54,8 @@ std::vector<std::remove_const_t<T>> local_rows(S const& sharding, int rank, std:
     detail::require_rank("local_rows", rank, sharding.ranks(), here);
     index_t const all = detail::columns_of("local_rows", sections, here);
     require(all == weight.count(), "local_rows", "rows of the weight", all, weight.count(), here);
-    std::vector<std::remove_const_t<T>> local;
-    index_t first = 0;
-    for (section const& s : sections) {
-        range const heads = sharding.heads(rank, s.heads);
-        for (index_t row = first + heads.first * s.width; row < first + heads.last * s.width; ++row)
-            local.insert(local.end(), weight.row(row), weight.row(row) + weight.width());
-        first += s.heads * s.width;
-    }
-    return local;
+    auto const held = detail::held_rows<std::remove_const_t<T>>(host_memory(), sharding, rank, sections, weight, here);
+    return {held.view().data(), held.view().data() + held.count() * held.width()};
 }
 template <class X = detail::any>
 detail::refused local_rows(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
@@ -45,6 +72,24 @@ range owned_heads(S const& sharding, int rank, index_t heads) {
     if (S::every_row && rank > 0) owned.first = std::max(owned.first, sharding.heads(rank - 1, heads).last);
     return {std::min(owned.first, owned.last), owned.last};
 }
+
+namespace detail {
+
+/// As `add_local_rows`, of rows in any memory that fit.
+template <class T, any_sharding S, any_memory M>
+void add_held_rows(M const& memory, S const& sharding, int rank, std::span<section const> sections, rows<T const> held,
+                   rows<T> weight, caller here) {
+    each_section(sharding, rank, sections, [&](index_t first, range heads, section const& s, index_t local) {
+        range const owned = owned_heads(sharding, rank, s.heads);
+        index_t const count = owned.size() * s.width;
+        for_each_element(memory, count, weight.width(),
+                         rowwise::add<T>{held.sub(local + (owned.first - heads.first) * s.width, count),
+                                         weight.sub(first + owned.first * s.width, count)},
+                         here);
+    });
+}
+
+} // namespace detail
 
 /// Adds local rows to the places from which `local_rows` took them: a rank's share of the gradient to that of the
 /// weight.
@@ -64,15 +109,7 @@ void add_local_rows(S const& sharding, int rank, std::span<section const> sectio
     require(local.width() == weight.width(), "add_local_rows", "width of the rows on this rank", weight.width(),
             local.width(), here);
     detail::require_apart("add_local_rows", {{"weight", weight}}, {{"local", local}}, here);
-    index_t first = 0, taken = 0;
-    for (section const& s : sections) {
-        range const heads = sharding.heads(rank, s.heads), owned = owned_heads(sharding, rank, s.heads);
-        for (index_t row = owned.first * s.width; row < owned.last * s.width; ++row)
-            for (index_t column = 0; column < weight.width(); ++column)
-                weight(first + row, column) += local(taken + row - heads.first * s.width, column);
-        first += s.heads * s.width;
-        taken += heads.size() * s.width;
-    }
+    detail::add_held_rows(host_memory(), sharding, rank, sections, local, weight, here);
 }
 template <class X = detail::any>
 void add_local_rows(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},

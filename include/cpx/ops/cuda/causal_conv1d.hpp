@@ -21,6 +21,17 @@ cuda::conv_exchange_options options_of_call(X const& x, activation act, std::spa
     return {.x_stride = x.data().stride(), .alike = convolution_arguments(act, bias)};
 }
 
+/// Runs a convolution of tensors on devices, which checks it, too; see `causal_conv1d`.
+template <class T, any_sharding S>
+void convolve(convolution<T, S, cuda::memory> const& of, cuda::communicator& comm, caller here) {
+    require(of.x.memory() == comm.memory(), "causal_conv1d", "memory of x", "the communicator's, in its stream",
+            "another", here);
+    auto by = std::make_unique<cuda::conv_exchange<T, S>>(of.plan, of.x.data().width(), comm,
+                                                          options_of_call(of.x, of.act, of.bias), here);
+    cuda::causal_conv1d(*by, of.x, of.weight, of.bias, of.act, of.y, here);
+    comm.keep(std::move(by), here);
+}
+
 } // namespace detail
 
 /// Computes `y_t = activation(bias + sum_j weight_j x_{t-K+1+j})` of tensors on devices, in the communicator's stream.
@@ -39,13 +50,8 @@ void causal_conv1d(halo_plan<S> const& plan, X const& x, rows<element_of<Y> cons
                         "halo(x.sharding(), ...) and y of the same sharding");
     static_assert(writes, "cpx: causal_conv1d wants x of y's elements, and a y that is not const and has a name");
     if constexpr (fits && writes) {
-        auto const from = x.view();
-        require(from.memory() == comm.memory(), "causal_conv1d", "memory of x", "the communicator's, in its stream",
-                "another", here);
-        auto by = std::make_unique<cuda::conv_exchange<element_of<Y>, S>>(
-            plan, from.data().width(), comm, detail::options_of_call(from, act, bias), here);
-        cuda::causal_conv1d(*by, from, weight, bias, act, y, here);
-        comm.keep(std::move(by), here);
+        detail::convolution<element_of<Y>, S, cuda::memory> const given{plan, x.view(), weight, bias, act, y.view()};
+        detail::convolve(given, comm, here);
     }
 }
 
@@ -71,6 +77,22 @@ void convolve_backward_by_row(sharded<T const, S, cuda::memory> const& x, rows<T
                                   dweight.data() ? dweight.sub(own.first, own.size()) : dweight, of_own(dbias), here);
 }
 
+/// Runs the backward of a convolution of tensors on devices, which checks it, too.
+template <class T, any_sharding S, std::derived_from<cuda::communicator> Comm>
+void convolve_backward(convolution_backward<T, S, cuda::memory> const& to, Comm& comm, caller here) {
+    auto const& [before, after, x, weight, bias, act, dy, dx, dweight, dbias, order, where] = to;
+    require(x.memory() == comm.memory(), where, "memory of x", "the communicator's, in its stream", "another", here);
+    auto by = std::make_unique<cuda::conv_exchange<T, S>>(before, after, x.data().width(), comm,
+                                                          options_of_call(x, act, bias), here);
+    auto checked = cuda::detail::check_convolve_backward(*by, x, weight, bias, act, dy, {dx, dweight, dbias}, here);
+    if (order == sum_order::by_row && (dweight.data() || !dbias.empty())) {
+        convolve_backward_by_row<T, S>(x, weight, bias, act, dy, dweight, dbias, comm, here);
+        checked.leave_out_sums();
+    }
+    cuda::detail::convolve_backward(*by, x.data(), act, checked, here);
+    comm.keep(std::move(by), here);
+}
+
 } // namespace detail
 
 /// Computes the gradients of `causal_conv1d` of tensors on devices, in the communicator's stream; sums are in float.
@@ -89,20 +111,10 @@ void causal_conv1d_backward(halo_plan<S> const& before, halo_plan<A> const& afte
                         "with halo(x.sharding(), ...) and dy and dx of the same sharding");
     static_assert(same, "cpx: causal_conv1d_backward wants x and dy of the gradients' elements");
     if constexpr (fits && same) {
-        sharded<T const, S, cuda::memory> const from = x.view(), of_y = dy.view();
-        require(from.memory() == comm.memory(), "causal_conv1d_backward", "memory of x",
-                "the communicator's, in its stream", "another", here);
-        rows<float> const dweight = to.dweight.of_width(before.reach + 1);
-        auto by = std::make_unique<cuda::conv_exchange<T, S>>(before, after, from.data().width(), comm,
-                                                              detail::options_of_call(from, act, bias), here);
-        auto checked =
-            cuda::detail::check_convolve_backward(*by, from, weight, bias, act, of_y, {to.dx, dweight, to.dbias}, here);
-        if (to.order == sum_order::by_row && (dweight.data() || !to.dbias.empty())) {
-            detail::convolve_backward_by_row<T, S>(from, weight, bias, act, of_y, dweight, to.dbias, comm, here);
-            checked.leave_out_sums();
-        }
-        cuda::detail::convolve_backward(*by, from.data(), act, checked, here);
-        comm.keep(std::move(by), here);
+        detail::convolution_backward<T, S, cuda::memory> const given{
+            before,   after,   x.view(), weight, bias, act, dy.view(), to.dx, to.dweight.of_width(before.reach + 1),
+            to.dbias, to.order};
+        detail::convolve_backward(given, comm, here);
     }
 }
 

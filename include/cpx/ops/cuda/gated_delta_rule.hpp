@@ -19,8 +19,7 @@ template <class T>
 struct device_gated_delta : gated_delta, private device_heads {
     using memory = cuda::state_exchange;
 
-    device_gated_delta(recurrence_heads const& heads, delta_rule_options const& options)
-        : gated_delta{heads, options} {}
+    explicit device_gated_delta(gated_delta const& of) : gated_delta(of) {}
 
     void check(char const* where, caller here) const {
         gated_delta::check(where, here);
@@ -133,8 +132,32 @@ private:
 };
 
 template <class T, any_sharding S>
-auto device_inputs(delta_rule_tensors<T, S, cuda::memory> const& t, device_keys<T, S> const& keys) {
-    return std::tuple(keys.q(), keys.k(), t.v.view(), t.g.view(), t.beta.view());
+auto delta_rule_given(delta_rule_tensors<T, S, cuda::memory> const& t, device_keys<T, S> const& keys) {
+    return device_tensors{std::tuple(keys.q(), keys.k(), t.v.view(), t.g.view(), t.beta.view()), t.o.view(), t.initial,
+                          t.final, t.saved};
+}
+
+/// Run a gated delta rule of tensors on devices, and its backward, which check it, too; see `gated_delta_rule`.
+template <carry_kind How, any_sharding S, class T, class By>
+void run_delta_rule(carry_plan<How, S> const& plan, gated_delta const& of,
+                    delta_rule_tensors<T, S, cuda::memory> const& t, By& by, caller here) {
+    with_state_exchange(by, here, [&](cuda::state_exchange& states) {
+        device_keys<T, S> const keys(t.q, t.k, of.heads.key_dim, of.options.qk_l2norm, states, here);
+        recur_on_device(plan, device_gated_delta<T>(of), delta_rule_given(t, keys), states, here);
+    });
+}
+template <carry_kind How, any_sharding S, class T, class By>
+void run_delta_rule_backward(carry_plan<How, S> const& plan, gated_delta const& of,
+                             delta_rule_tensors<T, S, cuda::memory> const& t,
+                             delta_rule_gradient_tensors<T, S, cuda::memory> const& to, By& by, caller here) {
+    with_state_exchange(by, here, [&](cuda::state_exchange& states) {
+        device_keys<T, S> const keys(t.q, t.k, of.heads.key_dim, of.options.qk_l2norm, states, here);
+        device_gradients const gradients{
+            to.dout.view(), std::tuple(to.dq.view(), to.dk.view(), to.dv.view(), to.dg.view(), to.dbeta.view()),
+            to.dfinal, to.dinitial};
+        recur_backward_on_device(plan, device_gated_delta<T>(of), delta_rule_given(t, keys), gradients, states, here);
+        keys.back(to.dq.data(), to.dk.data());
+    });
 }
 
 } // namespace detail
@@ -146,40 +169,25 @@ auto device_inputs(delta_rule_tensors<T, S, cuda::memory> const& t, device_keys<
 /// On `head_sharded` a rank holds whole groups of value heads, or some that read one key head and have no backward.
 ///
 /// Throws `cpx::error` as the operator on the host does, and for memory of another device or stream.
-template <carry_kind How, any_sharding S, class T, any_sharding X>
+template <carry_kind How, any_sharding S, class T, any_sharding X, detail::carries_states By>
 void gated_delta_rule(carry_plan<How, S> const& plan, delta_rule_tensors<T, X, cuda::memory> const& t,
-                      delta_rule_heads const& heads, delta_rule_options const& options, cuda::state_exchange& by,
+                      delta_rule_heads const& heads, delta_rule_options const& options, By& by,
                       caller here = caller::here()) {
     constexpr bool fits = std::same_as<X, S>, element = cuda::gpu_number<T>;
     static_assert(fits, "cpx: gated_delta_rule of tensors that are not sharded as the plan; make the plan with "
                         "carry(q.sharding(), ...)");
     static_assert(element, "cpx: gated_delta_rule of elements that it does not have on devices; use float, "
                            "__nv_bfloat16 or __half");
-    if constexpr (fits && element) {
-        detail::device_keys<T, S> const keys(t.q, t.k, heads.key_dim, options.qk_l2norm, by, here);
-        detail::device_tensors const of{detail::device_inputs(t, keys), t.o.view(), t.initial, t.final, t.saved};
-        detail::device_gated_delta<T> const r(heads, options);
-        using local = detail::device_forward<detail::device_gated_delta<T>, std::remove_const_t<decltype(of)>>;
-        detail::check_recurrence(plan, r, of, here);
-        detail::run_recurrence<local>(plan, r, of, by, here);
-    }
-}
-template <carry_kind How, any_sharding S, class T, any_sharding X>
-void gated_delta_rule(carry_plan<How, S> const& plan, delta_rule_tensors<T, X, cuda::memory> const& t,
-                      delta_rule_heads const& heads, delta_rule_options const& options, cuda::communicator& comm,
-                      caller here = caller::here()) {
-    detail::with_state_exchange(comm, here,
-                                [&](cuda::state_exchange& by) { gated_delta_rule(plan, t, heads, options, by, here); });
+    if constexpr (fits && element) detail::run_delta_rule(plan, detail::gated_delta{heads, options}, t, by, here);
 }
 
 /// Computes the gradients of `gated_delta_rule` of tensors on devices, in the communicator's stream.
 ///
 /// Arguments, costs and errors as in the forward and for tensors on the host.
-template <carry_kind How, any_sharding S, class T, any_sharding X, class D, any_sharding G>
+template <carry_kind How, any_sharding S, class T, any_sharding X, class D, any_sharding G, detail::carries_states By>
 void gated_delta_rule_backward(carry_plan<How, S> const& plan, delta_rule_tensors<T, X, cuda::memory> const& t,
                                delta_rule_gradient_tensors<D, G, cuda::memory> const& to, delta_rule_heads const& heads,
-                               delta_rule_options const& options, cuda::state_exchange& by,
-                               caller here = caller::here()) {
+                               delta_rule_options const& options, By& by, caller here = caller::here()) {
     constexpr bool fits = std::same_as<X, S> && std::same_as<G, S>, same = std::same_as<D, T>;
     constexpr bool element = cuda::gpu_number<T>;
     static_assert(fits, "cpx: gated_delta_rule_backward of tensors or gradients that are not sharded as the plan; make "
@@ -187,28 +195,8 @@ void gated_delta_rule_backward(carry_plan<How, S> const& plan, delta_rule_tensor
     static_assert(same, "cpx: gated_delta_rule_backward wants gradients of the tensors' elements");
     static_assert(element, "cpx: gated_delta_rule_backward of elements that it does not have on devices; use float, "
                            "__nv_bfloat16 or __half");
-    if constexpr (fits && same && element) {
-        detail::device_keys<T, S> const keys(t.q, t.k, heads.key_dim, options.qk_l2norm, by, here);
-        detail::device_tensors const of{detail::device_inputs(t, keys), t.o.view(), t.initial, t.final, t.saved};
-        detail::device_gradients const gradients{
-            to.dout.view(), std::tuple(to.dq.view(), to.dk.view(), to.dv.view(), to.dg.view(), to.dbeta.view()),
-            to.dfinal, to.dinitial};
-        detail::device_gated_delta<T> const r(heads, options);
-        using local = detail::device_backward<detail::device_gated_delta<T>, std::remove_const_t<decltype(of)>,
-                                              std::remove_const_t<decltype(gradients)>>;
-        detail::check_recurrence_backward(plan, r, of, gradients, here);
-        detail::run_recurrence_backward<local>(plan, r, of, gradients, by, here);
-        keys.back(to.dq.data(), to.dk.data());
-    }
-}
-template <carry_kind How, any_sharding S, class T, any_sharding X, class D, any_sharding G>
-void gated_delta_rule_backward(carry_plan<How, S> const& plan, delta_rule_tensors<T, X, cuda::memory> const& t,
-                               delta_rule_gradient_tensors<D, G, cuda::memory> const& to, delta_rule_heads const& heads,
-                               delta_rule_options const& options, cuda::communicator& comm,
-                               caller here = caller::here()) {
-    detail::with_state_exchange(comm, here, [&](cuda::state_exchange& by) {
-        gated_delta_rule_backward(plan, t, to, heads, options, by, here);
-    });
+    if constexpr (fits && same && element)
+        detail::run_delta_rule_backward(plan, detail::gated_delta{heads, options}, t, to, by, here);
 }
 
 } // namespace cpx

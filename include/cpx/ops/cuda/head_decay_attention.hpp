@@ -118,35 +118,26 @@ auto head_decay_given(head_decay_tensors<T, S> const& t) {
 ///
 /// `by`: a `cuda::state_exchange`, made once; or a communicator, which prepares itself for this one call. Elements,
 /// heads and errors as of `gated_delta_rule` of tensors on devices.
-template <carry_kind How, any_sharding S, class T, any_sharding X>
-void recur(carry_plan<How, S> const& plan, head_decay_attention const& r, head_decay_tensors<T, X> const& t,
-           cuda::state_exchange& by, caller here = caller::here()) {
+template <carry_kind How, any_sharding S, class T, any_sharding X, detail::carries_states By>
+void recur(carry_plan<How, S> const& plan, head_decay_attention const& r, head_decay_tensors<T, X> const& t, By& by,
+           caller here = caller::here()) {
     constexpr bool fits = std::same_as<X, S>, element = cuda::gpu_number<T>;
     static_assert(fits, "cpx: recur of tensors that are not sharded as the plan; make the plan with "
                         "carry(q.sharding(), ...)");
     static_assert(element, "cpx: recur of elements that a decay a head does not have on devices; use float, "
                            "__nv_bfloat16 or __half");
-    if constexpr (fits && element) {
-        auto const of = detail::head_decay_given(t);
-        using model = detail::device_head_decay<T>;
-        using local = detail::device_forward<model, std::remove_const_t<decltype(of)>>;
-        detail::check_recurrence(plan, model(r), of, here);
-        detail::run_recurrence<local>(plan, model(r), of, by, here);
-    }
-}
-template <carry_kind How, any_sharding S, class T, any_sharding X>
-void recur(carry_plan<How, S> const& plan, head_decay_attention const& r, head_decay_tensors<T, X> const& t,
-           cuda::communicator& comm, caller here = caller::here()) {
-    detail::with_state_exchange(comm, here, [&](cuda::state_exchange& by) { recur(plan, r, t, by, here); });
+    if constexpr (fits && element)
+        detail::with_state_exchange(by, here, [&](cuda::state_exchange& states) {
+            detail::recur_on_device(plan, detail::device_head_decay<T>(r), detail::head_decay_given(t), states, here);
+        });
 }
 
 /// Computes the gradients of `recur` of a decay a head, in the communicator's stream.
 ///
 /// Arguments, costs and errors as in the forward, which has filled `t.saved`, and for tensors on the host.
-template <carry_kind How, any_sharding S, class T, any_sharding X, class D, any_sharding G>
+template <carry_kind How, any_sharding S, class T, any_sharding X, class D, any_sharding G, detail::carries_states By>
 void recur_backward(carry_plan<How, S> const& plan, head_decay_attention const& r, head_decay_tensors<T, X> const& t,
-                    head_decay_gradient_tensors<D, G> const& to, cuda::state_exchange& by,
-                    caller here = caller::here()) {
+                    head_decay_gradient_tensors<D, G> const& to, By& by, caller here = caller::here()) {
     constexpr bool fits = std::same_as<X, S> && std::same_as<G, S>, same = std::same_as<D, T>;
     constexpr bool element = cuda::gpu_number<T>;
     static_assert(fits, "cpx: recur_backward of tensors or gradients that are not sharded as the plan; make the plan "
@@ -154,23 +145,14 @@ void recur_backward(carry_plan<How, S> const& plan, head_decay_attention const& 
     static_assert(same, "cpx: recur_backward wants gradients of the tensors' elements");
     static_assert(element, "cpx: recur_backward of elements that a decay a head does not have on devices; use float, "
                            "__nv_bfloat16 or __half");
-    if constexpr (fits && same && element) {
-        auto const of = detail::head_decay_given(t);
-        detail::device_gradients const gradients{
-            to.dout.view(), std::tuple(to.dq.view(), to.dk.view(), to.dv.view(), to.dg.view()), to.dfinal, to.dinitial};
-        using model = detail::device_head_decay<T>;
-        using local =
-            detail::device_backward<model, std::remove_const_t<decltype(of)>, std::remove_const_t<decltype(gradients)>>;
-        detail::check_recurrence_backward(plan, model(r), of, gradients, here);
-        detail::run_recurrence_backward<local>(plan, model(r), of, gradients, by, here);
-    }
-}
-template <carry_kind How, any_sharding S, class T, any_sharding X, class D, any_sharding G>
-void recur_backward(carry_plan<How, S> const& plan, head_decay_attention const& r, head_decay_tensors<T, X> const& t,
-                    head_decay_gradient_tensors<D, G> const& to, cuda::communicator& comm,
-                    caller here = caller::here()) {
-    detail::with_state_exchange(comm, here,
-                                [&](cuda::state_exchange& by) { recur_backward(plan, r, t, to, by, here); });
+    if constexpr (fits && same && element)
+        detail::with_state_exchange(by, here, [&](cuda::state_exchange& states) {
+            detail::device_gradients const gradients{to.dout.view(),
+                                                     std::tuple(to.dq.view(), to.dk.view(), to.dv.view(), to.dg.view()),
+                                                     to.dfinal, to.dinitial};
+            detail::recur_backward_on_device(plan, detail::device_head_decay<T>(r), detail::head_decay_given(t),
+                                             gradients, states, here);
+        });
 }
 
 } // namespace cpx

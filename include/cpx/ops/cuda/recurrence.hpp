@@ -7,6 +7,7 @@
 #include <cpx/ops/recurrence.hpp>
 
 #include <algorithm>
+#include <concepts>
 #include <memory>
 #include <span>
 #include <tuple>
@@ -324,12 +325,34 @@ private:
     Gradients const& to_;
 };
 
-/// Calls `f(state_exchange)` with one for this call, which the communicator keeps until the stream has come here.
-template <class F>
-void with_state_exchange(cuda::communicator& comm, caller here, F&& f) {
-    auto by = std::make_unique<cuda::state_exchange>(comm);
-    f(*by);
-    comm.keep(std::move(by), here);
+/// What carries states on devices: a `cuda::state_exchange`, made once, or a communicator, which makes one for a call.
+template <class By>
+concept carries_states = std::derived_from<By, cuda::state_exchange> || std::derived_from<By, cuda::communicator>;
+
+/// Calls `f(state_exchange)`; the communicator keeps one that it has made until the stream has come here.
+template <carries_states By, class F>
+void with_state_exchange(By& by, caller here, F&& f) {
+    if constexpr (std::derived_from<By, cuda::state_exchange>)
+        f(by);
+    else {
+        auto made = std::make_unique<cuda::state_exchange>(by);
+        f(*made);
+        by.keep(std::move(made), here);
+    }
+}
+
+/// Checks and runs a recurrence of tensors on devices, and its backward.
+template <carry_kind How, any_sharding S, class R, class Tensors>
+void recur_on_device(carry_plan<How, S> const& plan, R const& r, Tensors const& of, cuda::state_exchange& by,
+                     caller here) {
+    check_recurrence(plan, r, of, here);
+    run_recurrence<device_forward<R, Tensors>>(plan, r, of, by, here);
+}
+template <carry_kind How, any_sharding S, class R, class Tensors, class Gradients>
+void recur_backward_on_device(carry_plan<How, S> const& plan, R const& r, Tensors const& of, Gradients const& to,
+                              cuda::state_exchange& by, caller here) {
+    check_recurrence_backward(plan, r, of, to, here);
+    run_recurrence_backward<device_backward<R, Tensors, Gradients>>(plan, r, of, to, by, here);
 }
 
 } // namespace detail

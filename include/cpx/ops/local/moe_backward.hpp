@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cpx/ops/local/moe.hpp>
+#include <cpx/ops/local/sums.hpp>
 
 #include <algorithm>
 #include <span>
@@ -19,17 +20,6 @@ struct weigh_choices {
     rows<T> doutput;
     CPX_HOST_DEVICE void operator()(index_t row, index_t j) const {
         doutput(row, j) = static_cast<T>(weights(row, j / dy.width()) * widen(dy(row, j % dy.width())));
-    }
-};
-/// Adds the terms of a row: one, or several side by side, such as of its choices, one after the other.
-template <class T>
-struct add {
-    rows<T const> terms;
-    rows<T> to;
-    CPX_HOST_DEVICE void operator()(index_t row, index_t j) const {
-        wide<T> sum = widen(to(row, j));
-        for (index_t first = 0; first < terms.width(); first += to.width()) sum += widen(terms(row, first + j));
-        to(row, j) = static_cast<T>(sum);
     }
 };
 

@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: Apache-2.0
+// Copies and sums of elements, in any memory.
+#pragma once
+
+#include <cpx/core/elements.hpp>
+#include <cpx/core/rows.hpp>
+
+namespace cpx::rowwise {
+
+template <class T>
+struct copy {
+    rows<T const> from;
+    rows<T> to;
+    CPX_HOST_DEVICE void operator()(index_t row, index_t j) const { to(row, j) = from(row, j); }
+};
+
+template <class T>
+struct fill {
+    rows<T> to;
+    T value = T(0);
+    CPX_HOST_DEVICE void operator()(index_t row, index_t j) const { to(row, j) = value; }
+};
+
+/// Adds the terms of a row: one, or several side by side, such as of its choices, one after the other.
+template <class T>
+struct add {
+    rows<T const> terms;
+    rows<T> to;
+    CPX_HOST_DEVICE void operator()(index_t row, index_t j) const {
+        wide<T> sum = widen(to(row, j));
+        for (index_t first = 0; first < terms.width(); first += to.width()) sum += widen(terms(row, first + j));
+        to(row, j) = static_cast<T>(sum);
+    }
+};
+
+/// Adds rows to those of a list, without one to the first. A column's rows in order: called for every column, of row 0.
+template <class T, class To = T>
+struct add_rows {
+    rows<T const> from;
+    index_t const* list;
+    rows<To> to;
+    CPX_HOST_DEVICE void operator()(index_t, index_t j) const {
+        for (index_t row = 0; row < from.count(); ++row) {
+            index_t const place = list ? list[row] : 0;
+            to(place, j) = static_cast<To>(widen(to(place, j)) + widen(from(row, j)));
+        }
+    }
+};
+
+} // namespace cpx::rowwise
