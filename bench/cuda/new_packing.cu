@@ -104,8 +104,8 @@ std::string heads_on(cuda::communicator& comm, timing::limits& limits) {
     return "";
 }
 
-/// Moves packings from `zigzag(batch)` to `sequential(batch)` and back, with halos and carries of the latter, and prints
-/// what new ones cost the host.
+/// Moves packings from `zigzag(batch)` to `sequential(batch)` and back, with halos and carries of the latter, and
+/// prints what new ones cost the host.
 template <class Comm, class From, class To>
 std::string run_on(Comm& comm, char const* how, timing::limits& limits, From const& zigzag, To const& sequential,
                    index_t rounds = busy_rounds) {

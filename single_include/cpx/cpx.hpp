@@ -7680,14 +7680,7 @@ public:
         constexpr bool source = detail::sharded_as<decltype(plan_.sharding), X>;
         static_assert(source, "cpx: movement of a tensor that is not sharded as its plan; make it from the tensor's "
                               "kind of sharding");
-        constexpr bool there = detail::in_memory_of<Comm, X>;
-        static_assert(!source || there,
-                      "cpx: movement of a tensor in another memory than that of the transport's ranks");
-        if constexpr (source && there) {
-            require_place("the source", from.view(), here);
-            require_memory(here, from.view());
-            run(false, 0, from.view().data(), halo, here);
-        }
+        if constexpr (is_there<source, X>()) run(false, 0, data_of("the source", from.view(), here), halo, here);
     }
     /// Carries the gradients of such rows home, where they are added: `to` is written. Collective.
     template <sharded_anywhere Y>
@@ -7696,14 +7689,7 @@ public:
         constexpr bool target = detail::sharded_as<decltype(plan_.sharding), Y> && detail::writes<Y>;
         static_assert(target, "cpx: movement into a tensor that is not sharded as its plan, is const or ends with the "
                               "call; make it from the tensor's kind of sharding");
-        constexpr bool there = detail::in_memory_of<Comm, Y>;
-        static_assert(!target || there,
-                      "cpx: movement of a tensor in another memory than that of the transport's ranks");
-        if constexpr (target && there) {
-            require_place("the target", to.view(), here);
-            require_memory(here, to.view());
-            run(true, 0, halo, to.view().data(), here);
-        }
+        if constexpr (is_there<target, Y>()) run(true, 0, halo, data_of("the target", to.view(), here), here);
     }
     /// Runs exchange `k` of a carry, from the segments before or after. Collective.
     void operator()(index_t k, side from, rows<T const> given, rows<T> got, caller here = caller::here()) {
@@ -7812,9 +7798,19 @@ private:
         require((detail::in_one_order(x.memory(), memory_) && ...), "movement", "memory of the tensors",
                 "the transport's, in its stream", "another", here);
     }
+    /// Returns whether a tensor that fits is in the transport's memory, or says that it is not.
+    template <bool Fits, class X>
+    static constexpr bool is_there() {
+        constexpr bool there = detail::in_memory_of<Comm, X>;
+        static_assert(!Fits || there, "cpx: movement of a tensor in another memory than that of the transport's ranks");
+        return Fits && there;
+    }
+    /// Returns the rows of a tensor of the plan's sharding. Throws if it is of another rank, batch or memory.
     template <class X>
-    void require_place(char const* what, X const& x, caller here) const {
+    auto data_of(char const* what, X const& x, caller here) const {
         detail::require_place("movement", what, x, std::get<0>(now_), plan_.rank, "the plan's", here);
+        require_memory(here, x);
+        return x.data();
     }
     void run(bool back, index_t number, rows<T const> from, rows<T> to, caller here) {
         if constexpr (std::same_as<typename kind::width, index_t>) // of a carry, the exchange checks

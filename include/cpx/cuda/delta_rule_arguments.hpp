@@ -37,8 +37,8 @@ struct gated_delta_rule_shape {
 };
 
 /// What the gated delta rule reads, in device memory. Rows: (tokens, heads * dim), q and k normalised, or (tokens,
-/// value heads) for g (log decay, never positive) and beta. Any strides. Of a decay a head, `head_decay_attention`: q and
-/// k of any norm, neither beta nor `saved`.
+/// value heads) for g (log decay, never positive) and beta. Any strides. Of a decay a head, `head_decay_attention`: q
+/// and k of any norm, neither beta nor `saved`.
 template <class T>
 struct gated_delta_rule_input {
     rows<T const> q, k, v;
