@@ -41,7 +41,6 @@ class linear_attention {
 public:
     linear_attention(tape<R>& at, Net const& net) : at_(at), net_(net) {}
     linear_attention(linear_attention const&) = delete;
-    linear_attention& operator=(linear_attention const&) = delete;
 
     template <class Var>
     Var operator()(index_t layer, Var const& h) {

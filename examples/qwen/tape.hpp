@@ -229,9 +229,7 @@ public:
     /// Adds the terms of all rows to a gradient of as many elements.
     template <class X>
     void add_terms(X const& terms, cpx::rows<W> to) const {
-        auto const own = share(terms, terms.width());
-        auto const sum = cpx::rows<W>(to.data(), 1, terms.width()).columns(own.share.first, own.share.size());
-        each(sum, rowwise::add_rows<W>{own.data, nullptr, sum});
+        cpx::add_terms(sums(terms.sharding()), terms, to);
     }
 
     R& rank;

@@ -125,7 +125,8 @@ results on_gpus(group& gpus, layer<float> const& p, floats const& dy, S const& s
             auto const net = make(rank);
             auto const there = [&](floats const& whole) {
                 auto made = cpx::make_tensor<float>(sharding, rank, p.config.hidden, memory);
-                made.write(on_ranks::take(whole, hidden, sharding, rank).elements());
+                auto const local = on_ranks::take(whole, hidden, sharding, rank);
+                made.write(local.elements());
                 return made;
             };
             auto const x = there(p.x), of_y = there(dy);

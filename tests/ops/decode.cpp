@@ -599,6 +599,10 @@ TEST_SUITE("ops") {
                 make(from, by_tokens(cpx::shard(lengths({1, 2}), cpx::zigzag<>(1))), 0));
         rejects({"decode.cpp", "relayout: ranks of the target: expected 1, got 2"},
                 make(from, by_heads(2, one, grouped.sections()), 0));
+        by_tokens const two = cpx::shard(batch, cpx::zigzag<>(2));
+        rejects({"decode.cpp", name + "rank of the target: expected 0, got 1"}, [&] {
+            cpx::gated_delta_net_relayout(on(two, 0), on(by_heads(2, one, grouped.sections()), 1), grouped);
+        });
         for (int const rank : {-1, 1})
             rejects({"decode.cpp", "rank: expected 0 to 0, got " + std::to_string(rank)}, make(from, to, rank));
 

@@ -128,6 +128,38 @@ TEST_SUITE("ops") {
         }
     }
 
+    TEST_CASE("the layer multiplies by what it is given, and says what its operators have sent") {
+        auto const p = random_layer<double>(lengths({19, 1, 24, 0, 6}), grouped, true, 6);
+        by_tokens const sharding = cpx::shard(p.batch, cpx::zigzag<3>{});
+        auto const expected = run<cpx::scan>(p, sharding);
+        std::vector<cpx::section> const hidden{{1, grouped.hidden}};
+        struct given : cpx::host_products<double> {
+            cpx::threads& comm;
+            index_t products = 0, rows = 0, states = 0;
+            cpx::threads& carrier() const { return comm; }
+            void linear(cpx::rows<double const> x, cpx::rows<double const> w, cpx::rows<double> y) {
+                ++products;
+                host_products::linear(x, w, y);
+            }
+            void ended(cpx::plan const& halo, index_t width) { rows += halo.sent_elements(width); }
+            void ended_states(cpx::carry_plan<cpx::scan, by_tokens> const& plan, cpx::state_shape const&) {
+                states += plan.steps;
+            }
+        };
+        auto const y = assemble<double>(sharding, hidden, [&](cpx::threads& comm) {
+            auto const x = take(p.x, hidden, sharding, comm.rank());
+            auto to = poisoned<double>(sharding, comm.rank(), grouped.hidden);
+            auto const plan = cpx::carry<cpx::scan>(sharding, comm.rank());
+            given by{{}, comm};
+            cpx::gated_delta_net(plan, grouped)(p.view(), x, to, by);
+            CHECK(by.products == 5);
+            CHECK(by.rows == cpx::halo(sharding, comm.rank(), 3).sent_elements(40));
+            CHECK(by.states == plan.steps);
+            return to;
+        });
+        CHECK(same_bits(y, expected));
+    }
+
     TEST_CASE("the layer rejects what does not fit") {
         auto const batch = lengths({6, 5});
         using S = by_tokens;
@@ -192,6 +224,18 @@ TEST_SUITE("ops") {
                 net(p.view(), same_rows, same_rows, comm);
             });
         });
+        cpx::head_sharded<> const mix(1, batch, grouped.sections()), o(1, batch, grouped.output_sections());
+        auto const by_heads = [&](auto const& to, auto const& from) {
+            return [&] {
+                cpx::gated_delta_net(cpx::carry<cpx::serial>(mix, 0), relayout(sharding, to, 0),
+                                     relayout(from, sharding, 0), grouped);
+            };
+        };
+        CHECK(support::message(by_heads(mix, o)) == "");
+        for (auto const& wrong : {by_heads(o, o), by_heads(mix, mix)})
+            support::rejects({"gated_delta_net.cpp", "gated_delta_net: relayouts: expected of the plan's rank, to its "
+                                                     "sharding, by the config's sections, and back, got others"},
+                             wrong);
         auto three = p;
         three.config.heads = {2, 3, 4, 6};
         support::rejects({"gated_delta_net: value heads: expected a multiple of the key heads 2, got 3"},

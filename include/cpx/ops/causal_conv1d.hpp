@@ -69,6 +69,10 @@ struct causal_conv1d_states {
 
 namespace detail {
 
+/// Whether there are convolutions of tensors in memory M between the ranks of `Comm`.
+template <any_memory M, class Comm>
+inline constexpr bool convolves_by = std::same_as<M, host_memory> && transport<Comm>;
+
 /// What a convolution is given, on one rank.
 template <class T, any_sharding S, any_memory M = host_memory>
 struct convolution {
@@ -82,9 +86,9 @@ struct convolution {
     char const* where = "causal_conv1d";
 };
 
-/// Returns a convolution of which all fits, or throws.
+/// Throws unless all fits.
 template <class T, any_sharding S>
-convolution<T, S> const& checked(convolution<T, S> const& of, caller here) {
+void check(convolution<T, S> const& of, caller here) {
     auto const& [plan, x, weight, bias, act, y, states, where] = of;
     require_place(where, "x", x, plan.sharding, plan.rank, "the plan's", here);
     require_place(where, "y", y, plan.sharding, plan.rank, "the plan's", here);
@@ -102,7 +106,6 @@ convolution<T, S> const& checked(convolution<T, S> const& of, caller here) {
     require_apart(where, {{"y", y.data()}, final}, {{"x", x.data()}, {"weight", weight}, {"bias", bias}}, here);
     require_apart(where, {{"y", y.data()}}, {initial}, here);
     require_apart(where, {final}, {initial}, here, in_place::yes);
-    return of;
 }
 
 /// Runs a convolution of which all fits. On devices: `ops/cuda/causal_conv1d.hpp`.
@@ -157,10 +160,12 @@ void convolve(convolution<T, S> const& of, Comm& comm, caller here) {
 /// for decoding: what came before the batch, and what the next one will have to know.
 /// Collective: one exchange of the halo. Any K and segments of any length, a halo may span several ranks.
 /// Bitwise the same on every sharding.
+/// Of tensors on devices: include <cpx/ops/cuda/causal_conv1d.hpp>. Weight and bias are there, too, and no states.
 ///
 /// Throws `cpx::error` on shapes that do not fit and on overlapping memory, if ranks have other activations or only
 /// some a bias, and what `exchange` throws.
-template <any_sharding S, sharded_like X, sharded_like Y, transport Comm>
+template <any_sharding S, sharded_anywhere X, sharded_like<memory_of<X>> Y, class Comm>
+    requires detail::convolves_by<memory_of<X>, Comm>
 void causal_conv1d(halo_plan<S> const& plan, X const& x, rows_or_list<element_of<Y> const> weight,
                    std::span<element_of<Y> const> bias, activation act, Y&& y, Comm& comm,
                    causal_conv1d_states<element_of<Y>> const& states = {}, caller here = caller::here()) {
@@ -169,9 +174,10 @@ void causal_conv1d(halo_plan<S> const& plan, X const& x, rows_or_list<element_of
                         "halo(x.sharding(), ...) and y of the same sharding");
     static_assert(writes, "cpx: causal_conv1d wants x of y's elements, and a y that is not const and has a name");
     if constexpr (fits && writes) {
-        detail::convolution<element_of<Y>, S> const given{
+        detail::convolution<element_of<Y>, S, memory_of<X>> const given{
             plan, x.view(), weight.of_width(plan.reach + 1), bias, act, y.view(), states};
-        detail::convolve(detail::checked(given, here), comm, here);
+        if constexpr (std::same_as<memory_of<X>, host_memory>) detail::check(given, here);
+        convolve(given, comm, here); // on devices this checks
     }
 }
 
@@ -221,9 +227,8 @@ struct convolution_backward {
     char const* where = "causal_conv1d_backward";
 };
 
-/// Returns a backward of which all fits, or throws.
 template <class T, any_sharding S>
-convolution_backward<T, S> const& checked(convolution_backward<T, S> const& of, caller here) {
+void check(convolution_backward<T, S> const& of, caller here) {
     auto const& [before, after, x, weight, bias, act, dy, dx, dweight, dbias, order, where] = of;
     for (auto const* plan : {&before, &after})
         require_place(where, "x", x, plan->sharding, plan->rank, "that of the plans", here);
@@ -241,7 +246,6 @@ convolution_backward<T, S> const& checked(convolution_backward<T, S> const& of, 
     require(dbias.empty() || std::ssize(dbias) == channels, where, "size of dbias", channels, dbias.size(), here);
     require_apart(where, {{"dx", dx.data()}, {"dweight", dweight}, {"dbias", dbias}},
                   {{"x", x.data()}, {"dy", dy.data()}, {"weight", weight}, {"bias", bias}}, here);
-    return of;
 }
 
 /// Runs a backward of which all fits.
@@ -301,12 +305,13 @@ void convolve_backward(convolution_backward<T, S> const& to, Comm& comm, caller 
 /// of the tokens after it, so that it is bitwise the same on every sharding; a gradient never reaches another sequence.
 ///
 /// Throws as the forward does.
-template <any_sharding S, any_sharding A, sharded_like X, sharded_like Dy, class T = element_of<X>, any_sharding G = S,
-          transport Comm>
+template <any_sharding S, any_sharding A, sharded_anywhere X, sharded_like<memory_of<X>> Dy, class T = element_of<X>,
+          any_sharding G = S, class Comm>
+    requires detail::convolves_by<memory_of<X>, Comm>
 void causal_conv1d_backward(halo_plan<S> const& before, halo_plan<A> const& after, X const& x,
                             rows_or_list<element_of<X> const> weight, std::span<element_of<X> const> bias,
-                            activation act, Dy const& dy, causal_conv1d_gradients<T, G> const& to, Comm& comm,
-                            caller here = caller::here()) {
+                            activation act, Dy const& dy, causal_conv1d_gradients<T, G, memory_of<X>> const& to,
+                            Comm& comm, caller here = caller::here()) {
     constexpr bool fits = detail::sharded_as<S, X, Dy> && std::same_as<A, S> && std::same_as<G, S>;
     constexpr bool same = std::same_as<element_of<X>, T> && std::same_as<element_of<Dy>, T>;
     static_assert(fits || detail::never<T>,
@@ -315,10 +320,11 @@ void causal_conv1d_backward(halo_plan<S> const& before, halo_plan<A> const& afte
     static_assert(same || detail::never<T>, "cpx: causal_conv1d_backward wants x and dy of the gradients' elements");
     if constexpr (fits && same) {
         index_t const taps = before.reach + 1;
-        detail::convolution_backward<T, S> const given{
+        detail::convolution_backward<T, S, memory_of<X>> const given{
             before,   after,   x.view(), weight.of_width(taps), bias, act, dy.view(), to.dx, to.dweight.of_width(taps),
             to.dbias, to.order};
-        detail::convolve_backward(detail::checked(given, here), comm, here);
+        if constexpr (std::same_as<memory_of<X>, host_memory>) detail::check(given, here);
+        convolve_backward(given, comm, here);
     }
 }
 template <class Plan = detail::any>

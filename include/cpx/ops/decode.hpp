@@ -96,9 +96,9 @@ using state_sharding_of = decltype(state_sharding(std::declval<S const&>(), {}))
 
 /// Moves the states of gated delta net layers from where a batch left them to where the next one reads them.
 ///
-/// `from`: the carry plan by which the recurrence ran. `to`: that by which it runs next, over any batch of the same sequences: by heads,
-/// replicated, or by tokens if no sequence has more than one token. To go on by tokens with many tokens a sequence,
-/// hand over to `replicated`, because several ranks may then read one state.
+/// `from`: the carry plan by which the recurrence ran. `to`: that by which it runs next, over any batch of the same
+/// sequences: by heads, replicated, or by tokens if no sequence has more than one token. To go on by tokens with many
+/// tokens a sequence, hand over to `replicated`, because several ranks may then read one state.
 ///
 ///     prefill                             gated_delta_net on any sharding, writes the states
 ///     gated_delta_net_relayout            once a batch for all layers, one exchange a layer

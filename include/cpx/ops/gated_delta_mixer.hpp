@@ -93,16 +93,7 @@ struct gated_delta_widths {
         recurrent = v * config.heads.key_dim;
     }
     index_t qkv() const { return 2 * q + v; }
-    index_t all() const { return qkv() + 2 * values; }
 };
-
-/// Adds the terms of all rows to a gradient of as many elements. Collective where rows must move.
-template <class T, any_sharding S, any_memory M, class Comm>
-void add_terms(weight_sums<S, Comm> const& sums, tensor<T, S, M> const& terms, rows<T> to, caller here) {
-    auto const own = sums.share(terms, terms.width(), here);
-    rows<T> const share(to.data() + own.share.first, 1, own.share.size());
-    for_each_element(terms.memory(), 1, share.width(), rowwise::add_rows<T>{own.data, nullptr, share}, here);
-}
 
 /// What needs neighbours, on the sharding `S`, in any memory; of arguments that fit.
 template <carry_kind How, any_sharding S>

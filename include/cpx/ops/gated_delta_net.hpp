@@ -52,25 +52,22 @@ namespace detail {
 template <class T, class Comm>
 struct host_layers : host_products<T> {
     Comm& comm;
-    explicit host_layers(Comm& by) : comm(by) {}
     Comm& carrier() const { return comm; }
 };
 
-template <class By>
+template <class By, class M>
 concept runs_layers = requires(By& by) {
-    by.comm;
     by.carrier();
+    requires std::same_as<rank_memory_of<std::remove_reference_t<decltype(by.comm)>>, M>;
 };
 
-/// Calls `f` with what a layer runs on.
-template <class T, class By, class F>
-void with_layers(By& by, F&& f) {
-    if constexpr (runs_layers<By>)
-        f(by);
-    else {
-        host_layers<T, By> of_host(by);
-        f(of_host);
-    }
+/// Returns what a layer runs on.
+template <class T, class By>
+decltype(auto) layers_of(By& by) {
+    if constexpr (!transport<By>)
+        return (by);
+    else
+        return host_layers<T, By>{{}, by};
 }
 
 } // namespace detail
@@ -135,15 +132,12 @@ public:
           moves_{there, back,
                  relayout(back.to, back.from, plan.rank, here), // not transposed: several ranks may have a head
                  relayout(there.to, there.from, plan.rank, here)} {
-        bool const fit =
-            there.to == plan.sharding && back.to == there.from && there.rank == rank() && back.rank == rank();
-        require(fit, "gated_delta_net", "relayouts", "of the plan's rank, to the recurrence's sharding and back",
-                "others", here);
-        auto const of = [](Mix const& by_heads, std::vector<section> const& sections) {
-            return std::ranges::equal(by_heads.sections(), sections);
-        };
-        require(of(there.to, config.sections()) && of(back.from, config.output_sections()), "gated_delta_net",
-                "sections of the recurrence", "the config's", "others", here);
+        bool const here_and_back =
+            there.to == plan.sharding && back.to == there.from && there.rank == plan.rank && back.rank == plan.rank;
+        require(here_and_back && std::ranges::equal(there.to.sections(), config.sections()) &&
+                    std::ranges::equal(back.from.sections(), config.output_sections()),
+                "gated_delta_net", "relayouts",
+                "of the plan's rank, to its sharding, by the config's sections, and back", "others", here);
     }
 
     template <class X = detail::any>
@@ -179,7 +173,7 @@ public:
     /// Throws `cpx::error` on shapes or shardings that do not fit and on memory that overlaps in another way, and what
     /// `exchange` and the operators throw.
     template <class T, sharded_anywhere X, sharded_like<memory_of<X>> Y, class By>
-        requires detail::runs_layers<By> || (transport<By> && sharded_like<X>)
+        requires detail::runs_layers<By, memory_of<X>> || (transport<By> && sharded_like<X>)
     void operator()(gated_delta_net_weights<T> const& w, X const& x, Y&& y, By& by,
                     std::type_identity_t<gated_delta_net_memory<T, S, Mix, memory_of<X>>> const& memory = {},
                     caller here = caller::here()) const {
@@ -191,8 +185,7 @@ public:
         static_assert(writes, "cpx: gated_delta_net wants x and y of the weights' elements, and a y that is not const "
                               "and has a name");
         if constexpr (fits && writes)
-            detail::with_layers<T>(
-                by, [&](auto& on) { forward<T, memory_of<X>>(w, x.view(), y.view(), on, memory, here); });
+            forward<T, memory_of<X>>(w, x.view(), y.view(), detail::layers_of<T>(by), memory, here);
     }
     template <class X>
     void operator()(X const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
@@ -223,7 +216,7 @@ private:
 
     template <class T, class M, class By>
     void forward(gated_delta_net_weights<T> const& w, sharded<T const, S, M> const& x, sharded<T, S, M> const& y,
-                 By& by, gated_delta_net_memory<T, S, Mix, M> const& memory, caller here) const {
+                 By&& by, gated_delta_net_memory<T, S, Mix, M> const& memory, caller here) const {
         char const* const where = "gated_delta_net";
         detail::require_place(where, "x", x, sharding(), rank(), "the layer's", here);
         detail::require_place(where, "y", y, sharding(), rank(), "the layer's", here);

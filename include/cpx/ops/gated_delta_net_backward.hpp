@@ -34,6 +34,7 @@ struct gated_delta_net_backward_pass {
             require_place(where, "x, dy and dx", tensor, sharding, net.rank(), "the layer's", here);
             require(tensor.memory() == memory, where, "memory of x, dy and dx", "the communicator's, in its stream",
                     "another", here);
+            require_shape(where, "x, dy and dx", tensor.data(), sharding.rows(net.rank()), net.config().hidden, here);
         }
         net.check(where, w, here);
         net.check(where, to.weights, here);
@@ -41,9 +42,6 @@ struct gated_delta_net_backward_pass {
         require(ran && saved.o->sharding() == sharding, where, "saved tensors", "those of the forward",
                 ran ? "those of another sharding" : "none", here);
         check_saved(where, net.mixer_.states, net.mixer_.model(where), &saved.states, here);
-        rows<T const> const hidden[] = {x.data(), dy.data(), to.dx.data()};
-        for (rows<T const> const& in : hidden)
-            require_shape(where, "x, dy and dx", in, saved.o->data().count(), net.config().hidden, here);
         auto written = net.operands(to.weights), read = net.operands(w);
         written.push_back({"dx", to.dx.data()});
         for (operand const& more : {operand("x", x.data()), operand("dy", dy.data())}) read.push_back(more);
@@ -53,7 +51,7 @@ struct gated_delta_net_backward_pass {
     template <class T, carry_kind How, any_sharding S, any_sharding Mix, any_memory M, class By>
     static void run(gated_delta_net<How, S, Mix> const& net, gated_delta_net_weights<T> const& w,
                     sharded<T const, S, M> const& x, gated_delta_net_saved<T, S, Mix, M>& saved,
-                    sharded<T const, S, M> const& dy, gated_delta_net_gradients<T, S, M> const& to, By& by,
+                    sharded<T const, S, M> const& dy, gated_delta_net_gradients<T, S, M> const& to, By&& by,
                     caller here) {
         check<T>(net, w, x, saved, dy, to, cpx::rank_memory(by.comm), here);
         auto const& config = net.config();
@@ -99,7 +97,7 @@ struct gated_delta_net_backward_pass {
         }
 
         auto const in = sums.whole(x, here);
-        for_each_element(memory, to.dx.data().count(), config.hidden, rowwise::fill<T>{to.dx.data()}, here);
+        for_each_element(memory, to.dx.data().count(), config.hidden, rowwise::clear<T>{to.dx.data()}, here);
         auto const projection = [&](auto const& d, rows<T const> of, auto const& dweight) {
             weight(in, d, dweight);
             by.linear_backward_input(rows<T const>(d.data()), of, to.dx.data());
@@ -123,7 +121,7 @@ struct gated_delta_net_backward_pass {
 /// Throws `cpx::error` on shapes or shardings that do not fit, if `saved` is empty, and what the operators throw.
 template <class T, carry_kind How, any_sharding S, any_sharding Mix, sharded_anywhere X, class Saved,
           sharded_like<memory_of<X>> Dy, any_sharding G, class By>
-    requires detail::runs_layers<By> || (transport<By> && sharded_like<X>)
+    requires detail::runs_layers<By, memory_of<X>> || (transport<By> && sharded_like<X>)
 void gated_delta_net_backward(gated_delta_net<How, S, Mix> const& net, gated_delta_net_weights<T> const& w, X const& x,
                               Saved& saved, Dy const& dy, gated_delta_net_gradients<T, G, memory_of<X>> const& to,
                               By& by, caller here = caller::here()) {
@@ -136,10 +134,8 @@ void gated_delta_net_backward(gated_delta_net<How, S, Mix> const& net, gated_del
     static_assert(own, "cpx: gated_delta_net_backward of what another layer saved; give it the layer's saved_of<T>");
     static_assert(same, "cpx: gated_delta_net_backward wants x and dy of the weights' elements");
     if constexpr (fits && own && same)
-        detail::with_layers<T>(by, [&](auto& on) {
-            detail::gated_delta_net_backward_pass::run<T, How, S, Mix, M>(net, w, x.view(), saved, dy.view(), to, on,
-                                                                          here);
-        });
+        detail::gated_delta_net_backward_pass::run<T, How, S, Mix, M>(net, w, x.view(), saved, dy.view(), to,
+                                                                      detail::layers_of<T>(by), here);
 }
 template <class X = detail::any>
 void gated_delta_net_backward(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},

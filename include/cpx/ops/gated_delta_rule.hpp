@@ -98,7 +98,13 @@ recurrence_tensors<T, S, 5> listed(delta_rule_tensors<T, S> const& t) {
     return {{t.q, t.k, t.v, t.g, t.beta}, t.o, t.initial, t.final, t.saved};
 }
 
-/// Runs a gated delta rule of which all fits. On devices: `ops/cuda/gated_delta_rule.hpp`.
+/// Whether there are gated delta rules of elements T in memory M, whose states `By` carries.
+template <any_memory M, class By>
+inline constexpr bool carries_rule = std::same_as<M, host_memory> && transport<By>;
+template <any_memory M, class T>
+inline constexpr bool rules_on = true;
+
+/// Runs a gated delta rule of which all fits. On devices, where this is found out: `ops/cuda/gated_delta_rule.hpp`.
 template <carry_kind How, any_sharding S, class T, class Comm>
 void run_delta_rule(carry_plan<How, S> const& plan, gated_delta const& r, delta_rule_tensors<T, S> const& t, Comm& comm,
                     caller here) {
@@ -115,20 +121,26 @@ void run_delta_rule(carry_plan<How, S> const& plan, gated_delta const& r, delta_
 /// Collective. Communication: `serial`, one state (value heads * key_dim * value_dim) a cut, one after the other;
 /// `scan`, to a segment of level l floor(log2 l) + 1 states and one map (value heads * key_dim^2) fewer.
 /// Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks", 2024, arXiv 2412.06464, eq. 10.
+/// Of tensors on devices: include <cpx/ops/cuda/gated_delta_rule.hpp>, which says what `by` may be there.
 ///
 /// Throws `cpx::error` on shapes or shardings that do not fit and on overlapping memory, and what `exchange`
 /// throws.
-template <carry_kind How, any_sharding S, class T, any_sharding X, transport Comm>
-void gated_delta_rule(carry_plan<How, S> const& plan, delta_rule_tensors<T, X> const& t, delta_rule_heads const& heads,
-                      delta_rule_options const& options, Comm& comm, caller here = caller::here()) {
-    constexpr bool fits = std::same_as<X, S>;
+template <carry_kind How, any_sharding S, class T, any_sharding X, any_memory M, class By>
+    requires detail::carries_rule<M, By>
+void gated_delta_rule(carry_plan<How, S> const& plan, delta_rule_tensors<T, X, M> const& t,
+                      delta_rule_heads const& heads, delta_rule_options const& options, By& by,
+                      caller here = caller::here()) {
+    constexpr bool fits = std::same_as<X, S>, element = detail::rules_on<M, T>;
     static_assert(fits || detail::never<T>,
                   "cpx: gated_delta_rule of tensors that are not sharded as the plan; make the plan with "
                   "carry(q.sharding(), ...)");
-    if constexpr (fits) {
+    static_assert(element, "cpx: gated_delta_rule of elements that it does not have on devices; use float, "
+                           "__nv_bfloat16 or __half");
+    if constexpr (fits && element) {
         detail::gated_delta const r{heads, options};
-        detail::check_recurrence(plan, r, detail::listed(t), here);
-        detail::run_delta_rule(plan, r, t, comm, here);
+        if constexpr (std::same_as<M, host_memory>) // elsewhere it is checked where it runs
+            detail::check_recurrence(plan, r, detail::listed(t), here);
+        run_delta_rule(plan, r, t, by, here);
     }
 }
 template <class Plan = detail::any>

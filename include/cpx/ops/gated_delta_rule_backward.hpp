@@ -45,20 +45,25 @@ void run_delta_rule_backward(carry_plan<How, S> const& plan, gated_delta const& 
 /// Cost, exchanges and exactness as of `recur_backward`.
 /// Collective. Throws `cpx::error` on shapes or shardings that do not fit and on overlapping memory, and what
 /// `exchange` throws.
-template <carry_kind How, any_sharding S, class T, any_sharding X, class D = T, any_sharding G = S, transport Comm>
-void gated_delta_rule_backward(carry_plan<How, S> const& plan, delta_rule_tensors<T, X> const& t,
-                               delta_rule_gradient_tensors<D, G> const& to, delta_rule_heads const& heads,
-                               delta_rule_options const& options, Comm& comm, caller here = caller::here()) {
+template <carry_kind How, any_sharding S, class T, any_sharding X, any_memory M, class D = T, any_sharding G = S,
+          class By>
+    requires detail::carries_rule<M, By>
+void gated_delta_rule_backward(carry_plan<How, S> const& plan, delta_rule_tensors<T, X, M> const& t,
+                               delta_rule_gradient_tensors<D, G, M> const& to, delta_rule_heads const& heads,
+                               delta_rule_options const& options, By& by, caller here = caller::here()) {
     constexpr bool fits = std::same_as<X, S> && std::same_as<G, S>, same = std::same_as<D, T>;
-    constexpr bool made = !detail::never<T> && !detail::never<D>;
+    constexpr bool made = !detail::never<T> && !detail::never<D>, element = detail::rules_on<M, T>;
     static_assert(fits || !made,
                   "cpx: gated_delta_rule_backward of tensors or gradients that are not sharded as the plan; make "
                   "the plan with carry(q.sharding(), ...) and the gradients of the same sharding");
     static_assert(same || !made, "cpx: gated_delta_rule_backward wants gradients of the tensors' elements");
-    if constexpr (fits && same) {
+    static_assert(element, "cpx: gated_delta_rule_backward of elements that it does not have on devices; use float, "
+                           "__nv_bfloat16 or __half");
+    if constexpr (fits && same && element) {
         detail::gated_delta const r{heads, options};
-        detail::check_recurrence_backward(plan, r, detail::listed(t), detail::listed(to), here);
-        detail::run_delta_rule_backward(plan, r, t, to, comm, here);
+        if constexpr (std::same_as<M, host_memory>) // elsewhere it is checked where it runs
+            detail::check_recurrence_backward(plan, r, detail::listed(t), detail::listed(to), here);
+        run_delta_rule_backward(plan, r, t, to, by, here);
     }
 }
 template <class Plan = detail::any>

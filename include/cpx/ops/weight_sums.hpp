@@ -5,6 +5,7 @@
 #include <cpx/layout/head_sharded.hpp>
 #include <cpx/ops/expert_exchange.hpp>
 #include <cpx/ops/local/linear.hpp>
+#include <cpx/ops/local/sums.hpp>
 #include <cpx/ops/sections.hpp>
 #include <cpx/transport/exchange.hpp>
 
@@ -233,5 +234,14 @@ private:
 template <class X = detail::any>
 weight_sums(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {})
     -> weight_sums<cpx::sharding<sequential<1>>, detail::no_transport>;
+
+/// Adds the terms of all rows to a gradient of as many elements. Collective where rows must move.
+template <class T, any_sharding S, any_memory M, class Comm>
+void add_terms(weight_sums<S, Comm> const& sums, tensor<T, S, M> const& terms, rows<T> to,
+               caller here = caller::here()) {
+    auto const own = sums.share(terms, terms.width(), here);
+    rows<T> const share(to.data() + own.share.first, 1, own.share.size());
+    for_each_element(terms.memory(), 1, share.width(), rowwise::add_rows<T>{own.data, nullptr, share}, here);
+}
 
 } // namespace cpx

@@ -1,5 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// The gated delta rule of tensors on devices, on any sharding, called as that of tensors on the host.
+// The gated delta rule of tensors on devices, on any sharding, in the stream of their communicator.
+//
+// It is carried by a `cuda::state_exchange`, made once, or a communicator, which prepares itself for one call. q, k, v
+// and o may be float, bfloat16 or half; gates, states and sums are float, steps of `scan`, too; the chunk is 64. On
+// `head_sharded` a rank holds whole groups of value heads, or some that read one key head and have no backward. Throws
+// for memory of another device or stream.
 #pragma once
 
 #include <cpx/cuda/delta_rule_fold.hpp>
@@ -137,7 +142,12 @@ auto delta_rule_given(delta_rule_tensors<T, S, cuda::memory> const& t, device_ke
                           t.final, t.saved};
 }
 
-/// Run a gated delta rule of tensors on devices, and its backward, which check it, too; see `gated_delta_rule`.
+template <carries_states By>
+inline constexpr bool carries_rule<cuda::memory, By> = true;
+template <class T>
+inline constexpr bool rules_on<cuda::memory, T> = cuda::gpu_number<T>;
+
+/// Checks and runs a gated delta rule of tensors on devices, and its backward.
 template <carry_kind How, any_sharding S, class T, class By>
 void run_delta_rule(carry_plan<How, S> const& plan, gated_delta const& of,
                     delta_rule_tensors<T, S, cuda::memory> const& t, By& by, caller here) {
@@ -161,42 +171,5 @@ void run_delta_rule_backward(carry_plan<How, S> const& plan, gated_delta const& 
 }
 
 } // namespace detail
-
-/// Computes the gated delta rule of tensors on devices in the communicator's stream, as that of tensors on the host.
-///
-/// `by`: a `cuda::state_exchange`, made once; or a communicator, which prepares itself for this one call. q, k, v and o
-/// may be float, bfloat16 or half; gates, states and sums are float, the chunk is 64. Steps of `scan` are float, too.
-/// On `head_sharded` a rank holds whole groups of value heads, or some that read one key head and have no backward.
-///
-/// Throws `cpx::error` as the operator on the host does, and for memory of another device or stream.
-template <carry_kind How, any_sharding S, class T, any_sharding X, detail::carries_states By>
-void gated_delta_rule(carry_plan<How, S> const& plan, delta_rule_tensors<T, X, cuda::memory> const& t,
-                      delta_rule_heads const& heads, delta_rule_options const& options, By& by,
-                      caller here = caller::here()) {
-    constexpr bool fits = std::same_as<X, S>, element = cuda::gpu_number<T>;
-    static_assert(fits, "cpx: gated_delta_rule of tensors that are not sharded as the plan; make the plan with "
-                        "carry(q.sharding(), ...)");
-    static_assert(element, "cpx: gated_delta_rule of elements that it does not have on devices; use float, "
-                           "__nv_bfloat16 or __half");
-    if constexpr (fits && element) detail::run_delta_rule(plan, detail::gated_delta{heads, options}, t, by, here);
-}
-
-/// Computes the gradients of `gated_delta_rule` of tensors on devices, in the communicator's stream.
-///
-/// Arguments, costs and errors as in the forward and for tensors on the host.
-template <carry_kind How, any_sharding S, class T, any_sharding X, class D, any_sharding G, detail::carries_states By>
-void gated_delta_rule_backward(carry_plan<How, S> const& plan, delta_rule_tensors<T, X, cuda::memory> const& t,
-                               delta_rule_gradient_tensors<D, G, cuda::memory> const& to, delta_rule_heads const& heads,
-                               delta_rule_options const& options, By& by, caller here = caller::here()) {
-    constexpr bool fits = std::same_as<X, S> && std::same_as<G, S>, same = std::same_as<D, T>;
-    constexpr bool element = cuda::gpu_number<T>;
-    static_assert(fits, "cpx: gated_delta_rule_backward of tensors or gradients that are not sharded as the plan; make "
-                        "the plan with carry(q.sharding(), ...) and the gradients of the same sharding");
-    static_assert(same, "cpx: gated_delta_rule_backward wants gradients of the tensors' elements");
-    static_assert(element, "cpx: gated_delta_rule_backward of elements that it does not have on devices; use float, "
-                           "__nv_bfloat16 or __half");
-    if constexpr (fits && same && element)
-        detail::run_delta_rule_backward(plan, detail::gated_delta{heads, options}, t, to, by, here);
-}
 
 } // namespace cpx

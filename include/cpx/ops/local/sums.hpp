@@ -15,10 +15,9 @@ struct copy {
 };
 
 template <class T>
-struct fill {
+struct clear {
     rows<T> to;
-    T value = T(0);
-    CPX_HOST_DEVICE void operator()(index_t row, index_t j) const { to(row, j) = value; }
+    CPX_HOST_DEVICE void operator()(index_t row, index_t j) const { to(row, j) = T(0); }
 };
 
 /// Adds the terms of a row: one, or several side by side, such as of its choices, one after the other.
