@@ -15,9 +15,10 @@ namespace cpx::cuda {
 
 /// As many bytes on every rank, into which relayouts move rows: where tensors are that peers write.
 ///
-/// Each rank allocates and frees as it likes: where a target is its rank tells the others in the call. Neighbouring ranks of a host that reach each other's memory (NVLink) are a group, in which one kernel moves rows; to
-/// and from other groups they are sent and received, also where ranks are dealt to hosts in turn. The ranks agree on
-/// the groups when the memory is made.
+/// Each rank allocates and frees as it likes: where a target is, its rank tells the others in the call. Neighbouring
+/// ranks of a host that reach each other's memory (NVLink) are a group, in which one kernel moves rows; to and from
+/// other groups they are sent and received, also where ranks are dealt to hosts in turn. The ranks agree on the groups
+/// when the memory is made.
 /// Made and freed by all ranks in the same order.
 class shared_memory final : public memory_resource {
 public:

@@ -37,9 +37,9 @@ def communicator(group=None, deadline=600.0, window=0, blocks=0):
     (2.8 and later), else one is made over its store. Collective; a second call returns the first one's.
     deadline: the longest, in seconds, that a rank of a group waits for the others.
     window: bytes, the same on all ranks, of memory in which results of exchanges are, so that peers' kernels store rows
-    there at once; see `Communicator.exchange_path`. 0, and exchanges are NCCL's messages. A quarter of it is for results
-    that find no room or are made in other streams or in the capture of a graph: their rows are copied once more. What is
-    larger than that quarter goes by messages. Four times the results that live at once is plenty.
+    there at once; see `Communicator.exchange_path`. 0, and exchanges are NCCL's messages. A quarter of it is for
+    results that find no room or are made in other streams or in the capture of a graph: their rows are copied once
+    more. What is larger than that quarter goes by messages. Four times the results that live at once is plenty.
     blocks: multiprocessors that the kernel takes, the same on all ranks; 0: up to 128. Kernels in which ranks wait for
     each other, those of NCCL in other streams, too, must all find room at once: where they run beside exchanges, leave
     them some. That, and the memory, is why a window must be asked for.

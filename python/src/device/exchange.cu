@@ -2,6 +2,10 @@
 // Rows moved between devices.
 #include "window_move.hpp"
 
+#include <bit>
+#include <tuple>
+#include <type_traits>
+
 namespace binding {
 
 namespace {
@@ -18,8 +22,8 @@ cpx::movement_room room_for(relayout_value const& plan, cpx::index_t width, cpx:
     });
 }
 
-/// Whether kernels can compute where rows of a plan go, whatever the batch; not of rows that are added, nor of those that
-/// come back to one of several replicas. The same on all ranks.
+/// Whether kernels can compute where rows of a plan go, whatever the batch; not of rows that are added, nor of those
+/// that come back to one of several replicas. The same on all ranks.
 bool computed(relayout_value const& plan) {
     cpx::flow const kind = plan.plan.kind;
     if (kind == cpx::flow::sums || (kind == cpx::flow::selects && plan.back)) return false;
@@ -45,10 +49,21 @@ bool fits(relayout_value const& plan, cpx::index_t width, cpx::index_t element, 
     return most <= std::ssize(g.landing()) && (plan.from.ranks() + 2) * (sequences + 1) * 4 <= tables;
 }
 
+/// What has the size of a T: what is stored is not looked at.
+template <class T>
+using bits_of = std::tuple_element_t<std::countr_zero(sizeof(T)),
+                                     std::tuple<std::int8_t, std::int16_t, std::int32_t, std::int64_t>>;
+
+template <class T>
+auto bits_in(cpx::rows<T> rows) {
+    using bits = std::conditional_t<std::is_const_v<T>, bits_of<std::remove_const_t<T>> const, bits_of<T>>;
+    return cpx::rows<bits>(reinterpret_cast<bits*>(rows.data()), rows.count(), rows.width(), rows.stride());
+}
+
 /// What moves rows of a kind into the window, and batches that do not fit there by messages.
 template <class T>
 struct window_or_messages {
-    std::unique_ptr<window_move<T>> stored;
+    std::unique_ptr<window_move<bits_of<T>>> stored;
     std::unique_ptr<cuda::exchange<T>> sent;
     cpx::index_t sequences = 0;
     bool by_window = false;
@@ -90,7 +105,7 @@ void run(device_group& g, relayout_value const& plan, tensor const& x, tensor co
             if (made.by_window) {
                 if (!made.stored) {
                     cuda::detail::agree(g.nccl(), id, p, cpx::caller::here());
-                    made.stored = std::make_unique<window_move<T>>(plan, row, g, made.sequences);
+                    made.stored = std::make_unique<window_move<bits_of<T>>>(plan, row, g, made.sequences);
                 }
                 auto const print = cpx::detail::mix(0, id.fingerprint());
                 made.stored->set(plan, static_cast<std::uint32_t>(print ^ print >> 32), comm.stream());
@@ -117,7 +132,7 @@ void run(device_group& g, relayout_value const& plan, tensor const& x, tensor co
         if (!by.by_window) return (*by.sent)(from, to, comm.stream());
         cpx::detail::check_buffers("cuda::exchange", from, {p.source_rows, p.source_width ? p.source_width : row}, to,
                                    {p.target_rows, p.target_width ? p.target_width : row}, cpx::caller::here());
-        if (to.width() > 0) (*by.stored)(from, to, comm.stream());
+        if (to.width() > 0) (*by.stored)(bits_in(from), bits_in(to), comm.stream());
         return;
     }
     using prepared = cuda::exchange<T>;

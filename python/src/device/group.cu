@@ -100,9 +100,7 @@ void device_group::wait() {
     shared_ ? shared_->wait(now.stream()) : now.wait();
 }
 
-void device_group::lend(bool on) const {
-    windows::now = on ? shared_ : nullptr;
-}
+void device_group::lend(bool on) const { windows::now = on ? shared_ : nullptr; }
 
 bool device_group::has_done_all() const {
     auto const end = std::chrono::steady_clock::now() + nccl_->deadline();

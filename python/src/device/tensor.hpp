@@ -119,8 +119,8 @@ class device_group;
 
 using group_pointer = std::unique_ptr<device_group, void (*)(device_group*)>;
 
-/// How exchanges that do not add move rows between ranks: by one kernel into memory that they write to each other, or by
-/// messages of NCCL's. The same on all ranks, which decide at the first exchange.
+/// How exchanges that do not add move rows between ranks: by one kernel into memory that they write to each other, or
+/// by messages of NCCL's. The same on all ranks, which decide at the first exchange.
 enum class exchange_path { undecided, window, messages };
 
 /// How a group waits, and exchanges. `window`: bytes of memory that ranks write to each other, 0 for messages alone;
