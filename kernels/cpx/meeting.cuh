@@ -21,7 +21,8 @@ struct faults {
 /// Where ranks leave word for each other. All flags begin with 0.
 ///
 /// `flags[r]`: rank r's, in its own memory as this rank reaches it, `count` of them: two for each block and rank (an
-/// epoch, and in the upper half what else is to be said), then one a rank that says that this rank has given up;
+/// epoch, and in the upper half what else is to be said), as many numbers that go with those, then one a rank that says
+/// that this rank has given up;
 /// `epochs`: this rank's, one a block, then whether one has given up or the host wants all to; `found`: in host memory
 /// that the device can write. Every rank launches the same number of blocks, all of them resident, in the same order of
 /// kernels.
@@ -32,12 +33,14 @@ struct meeting {
     std::uint64_t patience; ///< nanoseconds
     int rank, ranks;
 
-    static constexpr int count(int blocks, int ranks) { return (2 * blocks + 1) * ranks; }
+    static constexpr int count(int blocks, int ranks) { return (4 * blocks + 1) * ranks; }
     /// Returns which flag `from` sets at `epoch`. Who has come to an epoch may come to the next one before what it said
     /// is read, so odd and even ones have flags of their own.
     __device__ int place(std::uint32_t epoch, int from) const {
         return static_cast<int>(blockIdx.x * 2 + epoch % 2) * ranks + from;
     }
+    /// Returns which flag is the number that goes with flag `place`.
+    __device__ int number(int place) const { return 2 * static_cast<int>(gridDim.x) * ranks + place; }
     /// Returns which flag says that `from` has given up.
     __device__ int end(int from) const { return count(static_cast<int>(gridDim.x), ranks) - ranks + from; }
 };
@@ -51,6 +54,9 @@ __device__ __forceinline__ std::uint64_t nanoseconds() {
 }
 __device__ __forceinline__ void store_release(std::uint64_t* to, std::uint64_t value) {
     asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
+}
+__device__ __forceinline__ void store_relaxed(std::uint64_t* to, std::uint64_t value) {
+    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
 }
 __device__ __forceinline__ std::uint64_t load_relaxed(std::uint64_t const* from) {
     std::uint64_t value;
@@ -70,13 +76,16 @@ __device__ __forceinline__ std::uint64_t load_acquire(std::uint64_t const* from)
 
 } // namespace detail
 
-/// Tells every rank that this block has come to `epoch`, and `word`. Called by all threads; what they wrote before is
-/// seen by whoever has met this block.
-__device__ inline void arrive(meeting const& m, std::uint32_t epoch, std::uint32_t word = 0) {
+/// Tells every rank that this block has come to `epoch`, `word`, and `number`. Called by all threads; what they wrote
+/// before is seen by whoever has met this block.
+__device__ inline void arrive(meeting const& m, std::uint32_t epoch, std::uint32_t word, std::uint64_t number = 0) {
     __syncthreads(); // a release is cumulative: it covers what this thread knows to have been written before
-    if (threadIdx.x < static_cast<unsigned>(m.ranks))
-        detail::store_release(m.flags[threadIdx.x] + m.place(epoch, m.rank),
-                              static_cast<std::uint64_t>(word) << 32 | epoch);
+    if (threadIdx.x < static_cast<unsigned>(m.ranks)) {
+        int const place = m.place(epoch, m.rank);
+        std::uint64_t* const flags = m.flags[threadIdx.x];
+        detail::store_relaxed(flags + m.number(place), number);
+        detail::store_release(flags + place, static_cast<std::uint64_t>(word) << 32 | epoch);
+    }
 }
 
 namespace detail {
@@ -106,18 +115,20 @@ __device__ inline void give_up(meeting const& m, int rank) {
 
 } // namespace detail
 
-/// Waits until this block of every rank has come to `epoch`; `said` becomes the word of rank threadIdx.x. Returns
-/// false, on all threads, if one did not come in time.
-__device__ inline bool await(meeting const& m, std::uint32_t epoch, std::uint32_t& said) {
+/// Waits until this block of every rank has come to `epoch`; `said` and `number` become those of rank threadIdx.x.
+/// Returns false, on all threads, if one did not come in time.
+__device__ inline bool await(meeting const& m, std::uint32_t epoch, std::uint32_t& said, std::uint64_t& number) {
     bool here = true;
     int const rank = static_cast<int>(threadIdx.x);
     if (rank < m.ranks) {
         std::uint64_t found = 0;
-        here = detail::wait_for(m, rank, m.flags[m.rank] + m.place(epoch, rank), found, [=](std::uint64_t flag) {
+        int const place = m.place(epoch, rank);
+        here = detail::wait_for(m, rank, m.flags[m.rank] + place, found, [=](std::uint64_t flag) {
             // epochs wrap around: what counts is the difference
             return static_cast<std::int32_t>(static_cast<std::uint32_t>(flag) - epoch) >= 0;
         });
         said = static_cast<std::uint32_t>(found >> 32);
+        number = detail::load_relaxed(m.flags[m.rank] + m.number(place));
     }
     bool const all = __syncthreads_and(here);
     if (!all && rank < m.ranks) detail::give_up(m, rank);

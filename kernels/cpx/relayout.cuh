@@ -25,6 +25,15 @@ struct token_side {
     Cut cut;
 };
 
+/// The same where what is cut is known when it runs: the `whole` batch, by a cut that moves no place, or each sequence.
+template <layout_policy P, cut Cut>
+struct any_token_side {
+    static constexpr bool every_row = false, by_sequence = true;
+    P policy;
+    Cut cut;
+    bool whole;
+};
+
 /// Every row on every rank, in sequence order: by heads, or replicated.
 struct every_row_side {
     static constexpr bool every_row = true, by_sequence = false;
@@ -44,18 +53,31 @@ CPX_HOST_DEVICE inline std::uint32_t offset_digest(std::int64_t i, std::int64_t 
     return static_cast<std::uint32_t>(mixed >> 32);
 }
 
-/// What one rank moves, `lanes` threads a row. `offsets`: cu_seqlens in device memory, `sequences` + 1 of them. Peers
-/// are the ranks that meet, from `first` on.
+/// Where a target begins and ends in a rank's memory, multiples of 16 bytes: what each rank tells of its own.
+struct target_place {
+    std::int64_t first, last;
+
+    CPX_HOST_DEVICE std::uint64_t number() const {
+        return static_cast<std::uint64_t>(last) / 16 << 32 | static_cast<std::uint64_t>(first) / 16;
+    }
+    CPX_HOST_DEVICE static target_place of(std::uint64_t number) {
+        return {static_cast<std::int64_t>(number & 0xffffffff) * 16, static_cast<std::int64_t>(number >> 32) * 16};
+    }
+};
+
+/// What one rank moves, `lanes` threads a row. `offsets`: cu_seqlens in device memory, `sequences` + 1 of them, at
+/// least one sequence for an `any_token_side`. Peers are the ranks that meet, from `first` on.
 struct relayout_rows {
     std::int64_t const* offsets;
     int sequences;
-    std::uint32_t place; ///< stands for the plan, and where in every rank's memory its target begins and ends
+    std::uint32_t word; ///< stands for the plan
     int first;
     int runs, lanes;
     char const* source;
     std::int64_t source_pitch, source_rows; ///< rows: at most
-    char* target[most_ranks];
-    std::int64_t target_pitch[most_ranks], target_rows[most_ranks];
+    target_place target;                    ///< of this rank
+    char* base[most_ranks];                 ///< of the peers' memory
+    std::int64_t target_pitch[most_ranks];
     column_run columns[most_ranks][most_sections];
 };
 
@@ -188,7 +210,7 @@ __device__ inline bool read_offsets(relayout_rows const& r, std::int32_t* offset
 /// Stores the rows of one rank that belong to the ranks that meet.
 template <class Source, class Target>
 __device__ void store_to_peers(Source const& source, Target const& target, relayout_rows const& r, meeting const& m,
-                               column_run const* columns) {
+                               column_run const* columns, char* const* targets) {
     // Takes rows from many places of the source in turn, so that not all ranks store to one peer at once; from more
     // places where all ranks walk along the same rows. More than needed are slower: 1 to 8 % from 32 on.
     constexpr int places = Source::every_row || Target::every_row ? 32 : 8;
@@ -203,7 +225,7 @@ __device__ void store_to_peers(Source const& source, Target const& target, relay
         std::int32_t const global = source.global(r.first + m.rank, static_cast<std::int32_t>(row));
         char const* const at = r.source + row * r.source_pitch;
         auto const store = [&](int peer, std::int64_t place) {
-            copy_columns(columns + peer * most_sections, r.runs, at, r.target[peer] + place * r.target_pitch[peer],
+            copy_columns(columns + peer * most_sections, r.runs, at, targets[peer] + place * r.target_pitch[peer],
                          r.lanes);
         };
         if constexpr (Target::every_row) {
@@ -232,6 +254,8 @@ template <class From, class To>
 __device__ void store_rows(From const& from, To const& to, relayout_rows const& r, meeting const& m) {
     extern __shared__ column_run columns[]; // (ranks, sections), then the tables of offsets
     __shared__ std::uint32_t digest;        // of the offsets, never 0
+    __shared__ char* targets[most_ranks];
+    __shared__ std::int32_t ends[2]; // of the batch as one sequence
     auto* const offsets = reinterpret_cast<std::int32_t*>(columns + most_ranks * most_sections);
     int const n = r.sequences, warp = static_cast<int>(threadIdx.x / 32), warps = static_cast<int>(blockDim.x / 32);
     int const rank = r.first + m.rank;
@@ -243,24 +267,31 @@ __device__ void store_rows(From const& from, To const& to, relayout_rows const& 
     bool const ascend = detail::read_offsets(r, offsets, digest);
     if (__syncthreads_or(up)) return;
     bool fits = __syncthreads_and(ascend);
-    std::uint32_t const word = fits ? (digest + r.place) | 1 : 0;
-    arrive(m, epoch + 1, word);
+    std::uint32_t const word = fits ? (digest + r.word) | 1 : 0;
+    arrive(m, epoch + 1, word, r.target.number());
 
     for (int i = static_cast<int>(threadIdx.x); i < most_ranks * most_sections; i += static_cast<int>(blockDim.x))
         columns[i] = r.columns[i / most_sections][i % most_sections];
-    __syncthreads();
     detail::sequences const all{offsets, fits ? n : 0};
+    if (threadIdx.x == 0) ends[0] = 0, ends[1] = fits ? all.tokens() : 0;
+    __syncthreads();
+    auto const cut_by = [&](auto const& side) {
+        if constexpr (requires { side.whole; })
+            if (side.whole) return detail::sequences{ends, 1};
+        return all;
+    };
     std::int32_t *const of_source = offsets + n + 1, *const of_target = of_source + (From::by_sequence ? n + 1 : 0);
-    detail::placement<From> const source{from, all, of_source, rank, 1};
-    detail::placement<To> const target{to, all, of_target, r.first, m.ranks};
+    detail::placement<From> const source{from, cut_by(from), of_source, rank, 1};
+    detail::placement<To> const target{to, cut_by(to), of_target, r.first, m.ranks};
     for (int i = warp; i <= m.ranks; i += warps) {
         if (i == m.ranks)
             source.fill(rank, of_source);
         else
-            target.fill(r.first + i, of_target + i * (all.count + 1));
+            target.fill(r.first + i, of_target + i * (target.all.count + 1));
     }
     std::uint32_t said = 0;
-    if (!await(m, epoch + 1, said)) return;
+    std::uint64_t number = 0;
+    if (!await(m, epoch + 1, said, number)) return;
     let_next_kernel_come(); // not before: it could take the room of kernels that other ranks wait for
     int const peer = static_cast<int>(threadIdx.x);
     bool same = fits;
@@ -268,14 +299,18 @@ __device__ void store_rows(From const& from, To const& to, relayout_rows const& 
         if (said == 0) m.found->refused[peer] = 1;
         if (fits && said != 0 && said != word) m.found->differs[peer] = 1;
         same = fits && said == word;
-        fits = same && target.rows(r.first + peer) <= r.target_rows[peer];
+        auto const at = target_place::of(number);
+        targets[peer] = r.base[peer] + at.first;
+        fits = same && target.rows(r.first + peer) * r.target_pitch[peer] <= at.last - at.first;
+        if (same && !fits) m.found->refused[peer] = 1;
     }
     same = __syncthreads_and(same); // nothing moves anywhere unless all ranks mean the same
-    fits = __syncthreads_and(fits && source.rows(rank) <= r.source_rows);
-    if (fits) detail::store_to_peers(source, target, r, m, columns);
+    bool const held = source.rows(rank) <= r.source_rows;
+    fits = __syncthreads_and(fits);
+    if (fits && held) detail::store_to_peers(source, target, r, m, columns, targets);
 
-    arrive(m, epoch + 2, fits);
-    if (!await(m, epoch + 2, said)) return;
+    arrive(m, epoch + 2, held);
+    if (!await(m, epoch + 2, said, number)) return;
     if (same && peer < m.ranks && said == 0) m.found->refused[peer] = 1;
     if (threadIdx.x == 0) m.epochs[blockIdx.x] = epoch + 2;
 }
@@ -286,11 +321,11 @@ __device__ void store_rows(From const& from, To const& to, relayout_rows const& 
 /// not overwritten while an earlier kernel of its rank reads it; ends when all rows of all ranks have arrived. Some
 /// threads move a row to one peer; neighbouring ones take rows that lie far apart, so that no peer is stored to by all
 /// at once. Addresses follow from the policies and from cu_seqlens in device memory: a captured graph may be replayed
-/// with other offsets in the same place. `m.found` says which ranks have other offsets or another target than this one,
-/// or offsets that do not ascend from 0: then no rank stores anything. It says, too, which ranks store nothing because
-/// rows do not fit. If a rank does not come in
-/// time, it says so as well, this rank stores nothing from then on, and later kernels end at once, here and on the
-/// ranks that come late.
+/// with other offsets in the same place. Each rank tells where its own target is. `m.found` says which ranks have other
+/// offsets or another plan than this one, offsets that do not ascend from 0, or a target that is too small: then no
+/// rank stores anything. It says, too, which ranks store nothing because their source has too few rows. If a rank does
+/// not come in time, it says so as well, this rank stores nothing from then on, and later kernels end at once, here and
+/// on the ranks that come late.
 template <class From, class To>
 __global__ void __launch_bounds__(512, 1)
     relayout_push(From from, To to, __grid_constant__ relayout_rows const r, __grid_constant__ meeting const m) {

@@ -4,7 +4,7 @@ replaces: an all-gather of every rank's rows, then a selection of those that are
 
 torchrun --nproc-per-node RANKS python/bench/relayout_cuda.py [BLOCKS ...]    (a GPU a rank)
 
-BLOCKS: multiprocessors that the kernel takes, of `cpx.torch.communicator`; 0: NCCL's messages. By default 64 and 0.
+BLOCKS: multiprocessors that the kernel into the window takes, beside NCCL's messages. By default 128.
 """
 
 import os
@@ -59,7 +59,7 @@ def measure(tokens, sequences, width, communicators):
     theirs = slowest_us(gather_and_select)
     if rank == 0:
         print(f"{cu[-1]} x {width}, {sequences} sequences: all-gather and selection {theirs:.1f} us", flush=True)
-    for blocks, comm in communicators.items():
+    for blocks, comm in communicators:
 
         def relayout():
             return miles.zigzag_to_packed_shard(x, cu, comm, rank, ranks)
@@ -72,7 +72,7 @@ def measure(tokens, sequences, width, communicators):
         assert torch.equal(back.view(torch.int16), x.view(torch.int16)), f"rank {rank}, {comm.exchange_path}: not back"
         ours = slowest_us(relayout)
         comm.wait()
-        path = comm.exchange_path + (f" of {blocks} blocks" if comm.exchange_path == "channels" else "")
+        path = comm.exchange_path + (f", {blocks} blocks" if comm.exchange_path == "window" else "")
         if rank == 0:
             print(f"    relayout by {path}: {ours:.1f} us, {theirs / ours:.2f} times as fast", flush=True)
 
@@ -84,13 +84,13 @@ def main():
     if dist.get_rank() == 0:
         nccl = ".".join(str(n) for n in torch.cuda.nccl.version())
         print(f"{ranks} x {torch.cuda.get_device_name()}, torch {torch.__version__}, NCCL {nccl}; bfloat16")
-    communicators = {
-        blocks: cpx.torch.communicator(dist.new_group(list(range(ranks))), deadline=60.0, blocks=blocks)
-        for blocks in ([int(n) for n in sys.argv[1:]] or [0, 128])
-    }
+    communicators = [
+        (blocks, cpx.torch.communicator(dist.new_group(list(range(ranks))), 60.0, window=window, blocks=blocks))
+        for window, blocks in [(0, 0), *((4 << 30, int(n)) for n in sys.argv[1:] or [128])]
+    ]
     for tokens, sequences in ((131072, 8), (131072, 1), (32768, 8)):
         measure(tokens, sequences, 2048, communicators)
-    for comm in communicators.values():
+    for _, comm in communicators:
         comm.of.leave()
     dist.destroy_process_group()
 

@@ -21,6 +21,10 @@ using cpx::range;
 /// of both. What is prepared for later batches has room for so many.
 struct chunk_list {
     std::vector<int> owners;
+    int first = 0;         ///< chunks of the first of two layouts, or of all
+    index_t multiple = 1;  ///< of a length that the first of two layouts cuts
+    bool of_batch = false; ///< whether the whole batch is cut, not each sequence
+    int unit = 1;          ///< to whose multiples chunks are cut
 
     int chunks() const { return static_cast<int>(owners.size()); }
     int owner(int chunk) const { return owners[static_cast<std::size_t>(chunk)]; }
@@ -98,9 +102,16 @@ private:
         };
         if constexpr (requires { sharding.policy().first; }) {
             add(sharding.policy().first);
+            all.first = all.chunks();
+            all.multiple = sharding.policy().rule.multiple;
             add(sharding.policy().second);
         } else if constexpr (requires { sharding.policy(); }) {
             add(sharding.policy());
+            all.first = all.chunks();
+        }
+        if constexpr (requires { sharding.cut().unit(); }) {
+            all.of_batch = S::cuts == cpx::scope::batch;
+            all.unit = sharding.cut().unit();
         }
         return all;
     }

@@ -38,6 +38,7 @@ batches = [
     cpx.thd([0, 5, 5, 6, 70, 147]), cpx.thd([0, 3]), cpx.thd([0, 211, 300, 301, 309]), cpx.thd.uniform(4, 96),
     cpx.thd([0, 1, 2, 1100, 1103, 1500]),
 ]
+window = 256 << 20  # bytes, for results of exchanges
 within = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 1.2e-2}
 floats = list(within)
 
@@ -50,7 +51,7 @@ def comm(tmp_path_factory):
         dist.init_process_group("nccl", init_method=f"file://{store}", rank=0, world_size=1, device_id=device)
     else:
         dist.init_process_group("nccl")
-    made = ct.communicator(deadline=60.0, blocks=64)
+    made = ct.communicator(deadline=60.0, window=window)
     assert ct.communicator() is made and (made.rank, made.ranks, made.device) == (rank, world, device)
     yield made
     made.of.leave()
@@ -203,12 +204,12 @@ def test_all_ranks_move_rows_by_the_path_that_their_gpus_have(comm):
     assert right_exchange(comm, world, rank)
     paths = [None] * world
     dist.all_gather_object(paths, comm.exchange_path)
-    wanted = "channels" if write_to_each_other() else "messages"
+    wanted = "window" if write_to_each_other() else "messages"
     about = f"NCCL {torch.cuda.nccl.version()}, {torch.cuda.get_device_name()}, {world} ranks"
     assert world == 1 or paths == [wanted] * world, f"{paths}, {about}"
     assert cpx.run(1, lambda of: ct.communicator(of).exchange_path) == ["host"]
     messages = by_messages()
-    assert right_exchange(messages, world, rank) and messages.exchange_path != "channels"
+    assert right_exchange(messages, world, rank) and messages.exchange_path != "window"
     messages.of.leave()
 
 
@@ -241,7 +242,7 @@ def test_both_paths_bring_the_same_bits(comm):
 
 
 @poisoned()
-def test_rows_that_fill_every_ring_many_times_arrive_and_stay(comm):
+def test_results_stay_while_later_calls_bring_others(comm):
     batch = cpx.thd([0, 3000, 3000, 12001, 12002, 30011])
     whole = torch.arange(batch.tokens, dtype=torch.int32)[:, None] * 2053 + torch.arange(1024, dtype=torch.int32)
     source = cpx.shard(batch, cpx.zigzag(world))
@@ -250,7 +251,7 @@ def test_rows_that_fill_every_ring_many_times_arrive_and_stay(comm):
     for layout, scope in ((cpx.sequential(world), "batch"), (cpx.striped(world), "sequence")):
         target = cpx.shard(batch, layout, scope=scope)
         plan = ct.relayout(source, target, comm)
-        for n in range(4):  # without a wait between them: rings and what came before are not to be written too early
+        for n in range(4):  # without a wait between them: what came before is not to be written again
             y = ct.exchange(mine + n, plan, comm)
             kept.append((y, share(target, whole) + n))
             z = ct.exchange(y, plan.transposed(), comm)
@@ -259,6 +260,94 @@ def test_rows_that_fill_every_ring_many_times_arrive_and_stay(comm):
     for n, (got, expected) in enumerate(kept):
         wrong = (got != expected).any(1).nonzero().flatten()
         assert wrong.numel() == 0, f"exchange {n}: {wrong.numel()} rows are wrong, the first {wrong[:8].tolist()}"
+
+
+def by_window(size, deadline=60.0):
+    """Returns a communicator of all ranks with a window of so many bytes, or skips the test. Collective."""
+    made = ct.communicator(dist.new_group(list(range(world))), deadline, window=size)
+    assert right_exchange(made, world, rank)
+    if made.exchange_path != "window":
+        made.of.leave()
+        pytest.skip("ranks do not write to each other's memory")
+    return made
+
+
+@poisoned()
+def test_results_that_end_in_another_order_on_each_rank_and_some_without_room_are_right(comm):
+    small = by_window(48 << 20)
+    batch = cpx.thd([0, 1000, 1001, 8000])
+    source, target = cpx.shard(batch, cpx.zigzag(world)), cpx.shard(batch, cpx.sequential(world), scope="batch")
+    plan = ct.relayout(source, target, small)
+    x = share(source, numbers(batch.tokens, 256).float()).detach()
+    right = share(target, numbers(batch.tokens, 256).float()).detach()
+    kept = []
+    for n in range(60):
+        kept.append((n, ct.exchange(x + n, plan, small)))
+        if n % 3 == 2:  # a window holds some of those that are kept, and not all
+            kept.pop((7 * n if rank else n) % len(kept))
+    small.wait()
+    places = [small.of.holds(y.data_ptr()) for _, y in kept]
+    assert any(places) and not all(places), places
+    for n, y in kept:
+        assert torch.equal(y, right + n), f"exchange {n}"
+    small.of.leave()
+    for n, y in kept:  # results outlive the communicator
+        assert torch.equal(y, right + n), f"exchange {n}, later"
+
+
+@poisoned()
+def test_results_in_other_streams_and_of_graphs_are_right(comm):
+    own = by_window(64 << 20)
+    batch = cpx.thd([0, 1000, 1001, 8000])
+    source, target = cpx.shard(batch, cpx.zigzag(world)), cpx.shard(batch, cpx.striped(world))
+    plan = ct.relayout(source, target, own)
+    x = share(source, numbers(batch.tokens, 64).float()).detach()
+    right = share(target, numbers(batch.tokens, 64).float()).detach()
+    first = ct.exchange(x, plan, own)
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for n in range(4):
+            assert torch.equal(ct.exchange(x + n, plan, own), right + n)
+        late = first * 2
+        first.record_stream(side)
+    del first
+    for n in range(8):
+        assert torch.equal(ct.exchange(x - n, plan, own), right - n)
+    torch.cuda.current_stream().wait_stream(side)
+    assert torch.equal(late, 2 * right)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = ct.exchange(x, plan, own)
+    for n in range(3):
+        x.add_(1)
+        right.add_(1)
+        graph.replay()
+        z = ct.exchange(x, plan, own)
+        assert torch.equal(y, right) and torch.equal(z, y), f"replay {n}"
+    own.wait()
+    own.of.leave()
+
+
+@poisoned()
+def test_what_is_larger_than_its_part_of_a_window_goes_by_messages(comm):
+    small = by_window(1 << 20)
+    for tokens in (100, 20000, 101, 30000):
+        batch = cpx.thd([0, 7, tokens])
+        source, target = cpx.shard(batch, cpx.zigzag(world)), cpx.shard(batch, cpx.sequential(world))
+        whole = numbers(tokens, 64).float()
+        y = ct.exchange(share(source, whole), ct.relayout(source, target, small), small)
+        assert torch.equal(y, share(target, whole))
+    small.wait()
+    small.of.leave()
+
+
+@pytest.mark.skipif(world != 2, reason="wants two ranks")
+def test_windows_of_other_sizes_are_named(comm):
+    made = ct.communicator(dist.new_group([0, 1]), 60.0, window=(1 + rank) << 20)
+    with pytest.raises(cpx.Error, match="communicator: window, bytes, on all ranks: expected"):
+        right_exchange(made, world, rank)
+    made.of.leave()
 
 
 # convolution
@@ -1270,7 +1359,7 @@ def test_a_wrong_call_is_named_with_its_line_and_moves_nothing(comm):
     for text, call in wrong_calls(comm):
         with pytest.raises(cpx.Error) as raised:
             call()
-        place = r"^test_cuda.py:[0-9]+: (cuda::)?(channel_)?"
+        place = r"^test_cuda.py:[0-9]+: (cuda::)?"
         assert re.match(place + "(" + text + ")", str(raised.value)), str(raised.value)
     batch = batches[0]
     s = cpx.shard(batch, cpx.zigzag(world))
@@ -1315,10 +1404,10 @@ def test_ranks_whose_known_plans_differ_are_named_and_the_next_call_works(comm):
         for _ in range(2):
             assert torch.equal(ct.exchange(rows[-1], plans[-1], comm), share(target, numbers(n, 17).float()))
     comm.wait()
-    if comm.exchange_path != "channels":
+    if comm.exchange_path != "window":
         pytest.skip("messages of different plans wait for each other")
     for _ in range(3):
-        with pytest.raises(cpx.Error, match=f"plan by which rows move: .*another on ranks {1 - rank}"):
+        with pytest.raises(cpx.Error, match=f"cu_seqlens or plan of a relayout: .*others on ranks {1 - rank}"):
             ct.exchange(rows[rank], plans[rank], comm)
             comm.wait()
         assert torch.equal(ct.exchange(rows[1], plans[1], comm), share(target, numbers(64, 17).float()))
@@ -1345,7 +1434,7 @@ leaving = """
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     dist.init_process_group("nccl")
-    comm = ct.communicator(deadline=15.0, blocks=64)
+    comm = ct.communicator(deadline=15.0, window=64 << 20)
     batch = cpx.thd([0, 64])
     s, t = cpx.shard(batch, cpx.zigzag(2)), cpx.shard(batch, cpx.sequential(2))
     x = torch.ones(s.rows(rank), 8, device=device)
@@ -1401,7 +1490,7 @@ ending = """
     torch.cuda.set_device(0)
     at = f"file://{tempfile.mkdtemp()}/store"
     dist.init_process_group("nccl", init_method=at, rank=0, world_size=1)
-    comm = ct.communicator(deadline=60.0, blocks=64)
+    comm = ct.communicator(deadline=60.0, window=64 << 20)
     batch = cpx.thd([0, 64])
     s, t = cpx.shard(batch, cpx.zigzag(1)), cpx.shard(batch, cpx.sequential(1))
     x, weight = (torch.ones(n, 4096, device="cuda", requires_grad=True) for n in (64, 4))

@@ -26,7 +26,7 @@ void check_relayout(From const& from, To const& to, std::vector<cpx::section> co
     int const ranks = from.ranks();
     INFO(std::string(cpx::detail::type_name<From>())
          << " to " << std::string(cpx::detail::type_name<To>()) << ", " << sizeof(T) << " bytes, on " << ranks);
-    index_t const offset = 256;
+    auto const offset = [](int rank) { return index_t{256} + 48 * (rank * 5 % 7); }; // not the same on all ranks
     std::vector<cpx::cuda::buffer<T>> sources;
     std::vector<cpx::cuda::relayout<T, From, To>> moves;
     index_t bytes = 0, width = 0;
@@ -37,7 +37,7 @@ void check_relayout(From const& from, To const& to, std::vector<cpx::section> co
         moves.emplace_back(cpx::relayout(from, to, r), width);
         bytes = std::max(bytes, moves.back().target_bytes());
     }
-    one_gpu::ranks gpu(ranks, offset + bytes + 64, 4);
+    one_gpu::ranks gpu(ranks, offset(4) + bytes + 64, 4);
     one_gpu::offsets const on_device(from.batch());
     auto const batch = on_device.list();
     std::vector<cpx::kernels::relayout_rows> arguments;
@@ -46,8 +46,8 @@ void check_relayout(From const& from, To const& to, std::vector<cpx::section> co
         auto const stride = std::ssize(columns(from, r, sections)) + pad;
         cpx::rows<T const> const rows(sources[i].data(), from.rows(r), stride - pad, stride);
         if (streams)
-            for (int again = 0; again < 2; ++again) moves[i](rows, gpu.peers[i], offset, batch, gpu.streams[i]);
-        arguments.push_back(moves[i].arguments(rows, gpu.peers[i], offset, batch));
+            for (int again = 0; again < 2; ++again) moves[i](rows, gpu.peers[i], offset(r), batch, gpu.streams[i]);
+        arguments.push_back(moves[i].arguments(rows, gpu.peers[i], offset(r), batch));
     }
     if (!streams) one_gpu::run(moves, arguments, gpu, 2);
     for (int r = 0; r < ranks; ++r) {
@@ -55,9 +55,10 @@ void check_relayout(From const& from, To const& to, std::vector<cpx::section> co
         auto const expected = take<T>(to, r, sections);
         std::size_t const size = expected.size() * sizeof(T);
         CAPTURE(r);
-        CHECK((size == 0 || std::memcmp(got.data() + offset, expected.data(), size) == 0));
+        auto const begin = static_cast<std::size_t>(offset(r));
+        CHECK((size == 0 || std::memcmp(got.data() + begin, expected.data(), size) == 0));
         for (std::size_t i = 0; i < got.size(); ++i) // nothing else is written
-            if (i < static_cast<std::size_t>(offset) || i >= static_cast<std::size_t>(offset) + size)
+            if (i < begin || i >= begin + size)
                 if (got[i] != '\x7f') {
                     FAIL_CHECK("byte " << i << " was written");
                     break;
@@ -260,7 +261,8 @@ TEST_SUITE("cuda") {
         for (int r = 0; r < ranks; ++r) moves.emplace_back(cpx::relayout(from, to, r), 4);
         cpx::cuda::buffer<float> const source{std::span<float const>(std::vector<float>(16 * 4, 1.0f))};
         using offsets = std::vector<std::int64_t>;
-        auto const faults = [&](std::vector<offsets> const& of_ranks, cpx::index_t source_rows_of_2, bool untouched) {
+        auto const faults = [&](std::vector<offsets> const& of_ranks, cpx::index_t source_rows_of_2, bool untouched,
+                                cpx::index_t target_rows_of_1 = 16) {
             one_gpu::ranks const gpu(ranks, 16 * 4 * 4, 2);
             std::vector<cpx::cuda::buffer<std::int64_t>> device;
             std::vector<cpx::kernels::relayout_rows> arguments;
@@ -271,6 +273,7 @@ TEST_SUITE("cuda") {
                 arguments.push_back(moves[i].arguments(cpx::rows<float const>(source.data(), rows, 4), gpu.peers[i], 0,
                                                        std::span<index_t const>(device.back().data(), 3)));
             }
+            arguments[1].target.last = target_rows_of_1 * 4 * 4;
             one_gpu::run(moves, arguments, gpu);
             for (auto const& memory : gpu.memory)
                 if (untouched) CHECK(memory.read() == std::vector<char>(16 * 4 * 4, '\x7f'));
@@ -283,6 +286,7 @@ TEST_SUITE("cuda") {
         CHECK(faults({right, {1, 30, 41}, right}, 16, true) == "refused 1");
         CHECK(faults({right, {0, 30, std::int64_t{1} << 40}, right}, 16, true) == "refused 1");
         CHECK(faults({right, right, right}, 12, false) == "refused 2");
+        CHECK(faults({right, right, right}, 16, true, 13) == "refused 1"); // by all: it has 14
         offsets const large{0, 300, 410};
         CHECK(faults({large, large, large}, 16, true) == "refused 0 1 2");
     }

@@ -48,8 +48,13 @@ template <any_sharding S>
 kernels::every_row_side device_side(S const&) {
     return {};
 }
+/// Returns what kernels know of a sharding, by `device_side` above or beside the type of the sharding.
 template <any_sharding S>
-using device_side_of = decltype(device_side(std::declval<S const&>()));
+auto side_of(S const& s) {
+    return device_side(s);
+}
+template <any_sharding S>
+using device_side_of = decltype(side_of(std::declval<S const&>()));
 
 } // namespace detail
 
@@ -67,7 +72,7 @@ public:
     /// `width`: elements of a row, unless the plan has sections. Throws `cpx::error` if the kernel cannot run this
     /// plan.
     relayout(relayout_plan<From, To> const& plan, index_t width, caller here = caller::here())
-        : from_(detail::device_side(plan.from)), to_(detail::device_side(plan.to)), rank_(plan.rank) {
+        : from_(detail::side_of(plan.from)), to_(detail::side_of(plan.to)), rank_(plan.rank) {
         require(plan.kind != flow::sums, "cuda::relayout", "plan", "one that moves rows", "one that adds them", here);
         require(plan.from.batch().tokens() < index_t{1} << 31, "cuda::relayout", "rows of the batch", "less than 2^31",
                 plan.from.batch().tokens(), here);
@@ -101,22 +106,26 @@ public:
 
     /// Moves tensors of other shardings from now on, of as many ranks and the same sections.
     void set(From const& from, To const& to) {
-        from_ = detail::device_side(from);
-        to_ = detail::device_side(to);
-        source_rows_ = from.rows(rank_);
-        target_rows_ = to.rows(rank_);
         using cpx::detail::mix, cpx::detail::mix_all, cpx::detail::sharding_hash, cpx::detail::sharding_name;
         static std::uint64_t const types = mix_all(mix_all(0, sharding_name<From>()), sharding_name<To>());
         std::uint64_t print = types;
         for (auto const hash : {from.batch().hash(), sharding_hash(from), sharding_hash(to)}) print = mix(print, hash);
-        fingerprint_ = static_cast<std::uint32_t>(print);
+        set(from, to, static_cast<std::uint32_t>(print));
+    }
+    /// The same; `print` stands for both, and for what else ranks are to have in common.
+    void set(From const& from, To const& to, std::uint32_t print) {
+        from_ = detail::side_of(from);
+        to_ = detail::side_of(to);
+        source_rows_ = from.rows(rank_);
+        target_rows_ = to.rows(rank_);
+        fingerprint_ = print;
     }
 
     /// Returns the bytes of this rank's target. Of the others the kernel knows.
     index_t target_bytes() const { return target_rows_ * targets_[static_cast<std::size_t>(rank_)].pitch; }
 
-    /// Stores this rank's rows of `from` into the targets of the ranks of the memory, `offset` bytes from its
-    /// beginning. The arguments are such that `check_call` passes.
+    /// Stores this rank's rows of `from` into the targets of the ranks of the memory; this rank's begins `offset` bytes
+    /// from the beginning of its memory. The arguments are such that `check_call` passes.
     ///
     /// from: (rows, width), any stride, memory of this device. Rows of the targets are dense. batch: cu_seqlens in
     /// device memory, of as many sequences as offsets are to be read. Calls on one memory are in one stream, or ordered
@@ -144,6 +153,7 @@ public:
         int const peers = memory.meeting.ranks, ranks = static_cast<int>(targets_.size());
         cpx::detail::require_own(where, "ranks of the memory", memory.first + memory.meeting.rank,
                                  std::max(ranks, memory.first + peers), rank_, ranks, here);
+        require(offset % 16 == 0, where, "alignment of the target", "16 bytes", offset % 16, here);
         require(
             offset >= 0 && offset + target_bytes() <= memory.bytes, where, "bytes of the target",
             [&] { return "at most those after the offset, " + std::to_string(memory.bytes - offset); }, target_bytes(),
@@ -167,7 +177,8 @@ public:
         kernels::relayout_rows r{};
         r.offsets = batch.data();
         r.sequences = static_cast<int>(std::ssize(batch)) - 1;
-        r.place = fingerprint_ + kernels::offset_digest(offset, memory.bytes);
+        r.word = fingerprint_;
+        r.target = {offset, memory.bytes};
         r.first = memory.first;
         r.runs = runs_;
         r.source = reinterpret_cast<char const*>(from.data());
@@ -176,13 +187,12 @@ public:
         index_t widest = 0; // of what a peer gets of a row; a thread is to hold 8 vectors of it at a time
         for (int peer = 0; peer < memory.meeting.ranks; ++peer) {
             peer_target const& p = targets_[static_cast<std::size_t>(memory.first + peer)];
-            r.target[peer] = memory.base[peer] + offset;
+            r.base[peer] = memory.base[peer];
             r.target_pitch[peer] = p.pitch;
-            r.target_rows[peer] = p.pitch > 0 ? (memory.bytes - offset) / p.pitch : index_t{1} << 31;
             index_t all_bytes = 0;
             for (int i = 0; i < runs_; ++i) {
                 column_run const& c = p.columns[i];
-                int const vector = detail::vector_bytes({detail::address(r.source), detail::address(r.target[peer]),
+                int const vector = detail::vector_bytes({detail::address(r.source), detail::address(r.base[peer]),
                                                          r.source_pitch, p.pitch, c.source, c.target, c.bytes});
                 r.columns[peer][i] = {c.source, c.target, static_cast<std::int32_t>(c.bytes / vector), vector};
                 all_bytes += c.bytes;

@@ -15,25 +15,27 @@ namespace cpx::cuda {
 
 /// As many bytes on every rank, into which relayouts move rows: where tensors are that peers write.
 ///
-/// All ranks allocate and free the same sizes in the same order, so that a tensor has the same place on all of them.
-/// Neighbouring ranks of a host that reach each other's memory (NVLink) are a group, in which one kernel moves rows; to
-/// and from other groups they are sent and received, also where ranks are dealt to hosts in turn. The ranks agree on
-/// the groups when the memory is made.
+/// Each rank allocates and frees as it likes: where a target is, its rank tells the others in the call. Neighbouring
+/// ranks of a host that reach each other's memory (NVLink) are a group, in which one kernel moves rows; to and from
+/// other groups they are sent and received, also where ranks are dealt to hosts in turn. The ranks agree on the groups
+/// when the memory is made.
 /// Made and freed by all ranks in the same order.
 class shared_memory final : public memory_resource {
 public:
     /// `most`: ranks of a group, 1 to send and receive between all. `blocks`: of a kernel, one a multiprocessor at
-    /// most, the same on every rank; 0: up to 128. Fewer leave room for other kernels beside it. Collective. Throws
-    /// `cpx::error` as `window` does.
-    shared_memory(nccl& comm, index_t bytes, int most = kernels::most_ranks, int blocks = 0,
+    /// most, the same on every rank; 0: up to 128. Fewer leave room for other kernels beside it. `own`: groups have
+    /// communicators of their own, so that `comm`, an adopted one, stays as it is. Collective. Throws `cpx::error` as
+    /// `window` does.
+    shared_memory(nccl& comm, index_t bytes, int most = kernels::most_ranks, int blocks = 0, bool own = false,
                   caller here = caller::here())
         : comm_(comm) {
-        require(bytes >= 0, "cuda::shared_memory", "bytes", "not negative", bytes, here);
+        constexpr index_t limit = index_t{1} << 36; // as kernels tell each other of places
+        require(bytes >= 0 && bytes < limit, "cuda::shared_memory", "bytes", "from 0 to less than 64 GiB", bytes, here);
         blocks = window::resident(comm, blocks, here);
         auto const groups = find_groups(comm, {most, bytes, blocks}, here);
         bool const alone = std::ranges::all_of(groups, [](range g) { return g.size() == 1; });
         group_ = groups[static_cast<std::size_t>(comm.rank())];
-        if (group_.size() < comm.ranks() && !alone) near_ = comm.split(static_cast<int>(group_.first), here);
+        if ((own || group_.size() < comm.ranks()) && !alone) near_ = comm.split(static_cast<int>(group_.first), here);
         nccl& members = near_ ? *near_ : comm;
         bool const together = members.ranks() == group_.size() && (group_.size() > 1 || comm.ranks() == 1);
         if (together && window::supported(members, here)) {
@@ -60,6 +62,16 @@ public:
     void deallocate(void* memory, std::size_t, cudaStream_t) noexcept override {
         std::lock_guard const lock(guard_);
         blocks_.erase(static_cast<char*>(memory) - data());
+    }
+    /// Returns whether this is where `memory` is.
+    bool holds(void const* memory) const {
+        auto const at = static_cast<char const*>(memory) - data();
+        return at >= 0 && at < bytes();
+    }
+    /// Returns whether nothing is allocated.
+    bool empty() const {
+        std::lock_guard const lock(guard_);
+        return blocks_.empty();
     }
     /// Returns where what begins at `memory` has been allocated, in bytes. Throws `cpx::error` if nothing has been.
     range place(void const* memory, caller here = caller::here()) const {
@@ -154,7 +166,7 @@ private:
 
     nccl& comm_;
     range group_;
-    std::unique_ptr<nccl> near_; ///< the group's, unless it is all ranks
+    std::unique_ptr<nccl> near_; ///< the group's, unless it is that of all ranks
     std::unique_ptr<window> window_;
     event sent_;
     buffer<char> plain_;

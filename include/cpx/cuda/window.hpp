@@ -216,7 +216,7 @@ private:
             throw error("nccl", "cu_seqlens of a relayout",
                         "offsets that ascend from 0, with rows that fit the tensors", "others on ranks" + refused,
                         here);
-        throw error("nccl", "cu_seqlens or target of a relayout", "those of this rank", "others on ranks" + differs,
+        throw error("nccl", "cu_seqlens or plan of a relayout", "those of this rank", "others on ranks" + differs,
                     here);
     }
     void done(cudaError_t result, char const* call, caller here) {

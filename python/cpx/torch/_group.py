@@ -29,17 +29,20 @@ def device_extension(where):
     return _cuda
 
 
-def communicator(group=None, deadline=600.0, blocks=0):
+def communicator(group=None, deadline=600.0, window=0, blocks=0):
     """Returns the communicator of this rank, which every operator takes.
 
     group: what `cpx.run` hands to a rank that is a thread, for tensors on the CPU; or a group of torch.distributed, by
     default that of all, for tensors on the current CUDA device. Its own NCCL communicator is used where torch gives it
     (2.8 and later), else one is made over its store. Collective; a second call returns the first one's.
     deadline: the longest, in seconds, that a rank of a group waits for the others.
-    blocks: 0, and exchanges are NCCL's messages; else, where the ranks' GPUs write to each other's memory, one kernel
-    that takes so many multiprocessors, the same number on all ranks; see `Communicator.exchange_path`. Kernels in which
-    ranks wait for each other, those of NCCL in other streams, too, must then all find room at once. 128 are faster than
-    messages (python/bench/relayout_cuda.py), 64 are not.
+    window: bytes, the same on all ranks, of memory in which results of exchanges are, so that peers' kernels store rows
+    there at once; see `Communicator.exchange_path`. 0, and exchanges are NCCL's messages. A quarter of it is for
+    results that find no room or are made in other streams or in the capture of a graph: their rows are copied once
+    more. What is larger than that quarter goes by messages. Four times the results that live at once is plenty.
+    blocks: multiprocessors that the kernel takes, the same on all ranks; 0: up to 128. Kernels in which ranks wait for
+    each other, those of NCCL in other streams, too, must all find room at once: where they run beside exchanges, leave
+    them some. That, and the memory, is why a window must be asked for.
     Raises cpx.Error if there is no group, none of NCCL, or if this cpx was built without CUDA.
     """
     if isinstance(group, Communicator):
@@ -55,7 +58,7 @@ def communicator(group=None, deadline=600.0, blocks=0):
         raise Error(_where, "group", wanted, type(group).__name__)
     with _making:
         if group not in _made:
-            _made[group] = Communicator(_of(group, deadline, blocks))
+            _made[group] = Communicator(_of(group, deadline, window, blocks))
         return _made[group]
 
 
@@ -65,7 +68,7 @@ def _leave_all():
         comm.of.leave()
 
 
-def _of(group, deadline=600.0, blocks=0):
+def _of(group, deadline=600.0, window=0, blocks=0):
     try:
         backend = group._get_backend(torch.device("cuda"))
     except RuntimeError:
@@ -78,15 +81,15 @@ def _of(group, deadline=600.0, blocks=0):
     by = device_extension(_where)
     device = torch.cuda.current_device()
     if not hasattr(backend, "_comm_ptr"):
-        return _over_store(group, device, deadline, blocks)
+        return _over_store(group, device, deadline, window, blocks)
     backend.eager_connect_single_device(torch.device("cuda", device))
-    return by.nccl_adopt(torch.Tensor, backend._comm_ptr(), device, deadline, blocks)
+    return by.nccl_adopt(torch.Tensor, backend._comm_ptr(), device, deadline, window, blocks)
 
 
-def _over_store(group, device, deadline, blocks=0):
+def _over_store(group, device, deadline, window=0, blocks=0):
     """Returns the rank of a communicator of its own, whose ranks find each other by the store of their group."""
     by = device_extension(_where)
     store, key = dist.distributed_c10d._get_process_group_store(group), "cpx/nccl"
     if group.rank() == 0:
         store.set(key, by.nccl_id())
-    return by.nccl_make(torch.Tensor, store.get(key), group.rank(), group.size(), device, deadline, blocks)
+    return by.nccl_make(torch.Tensor, store.get(key), group.rank(), group.size(), device, deadline, window, blocks)

@@ -60,10 +60,11 @@ class Communicator:
     def exchange_path(self):
         """How exchanges move rows between ranks, the same on all of them, which decide at the first one.
 
-        "channels": by one kernel, through memory that they write to each other, where 2 to 8 GPUs of one host reach
-        each other's (NVLink) and the NCCL that is loaded has windows. "messages": sent and received by NCCL.
-        "undecided": there was none yet. "host": tensors are on the CPU. The bits that come are the same. Rows that are
-        added, as gradients of copies are, come as messages in any case.
+        "window": by one kernel that stores rows where they belong in the peers' results, where 2 to 8 GPUs of one host
+        reach each other's memory (NVLink), the NCCL that is loaded has windows, and the communicator one. "messages":
+        sent and received by NCCL. "undecided": there was none yet. "host": tensors are on the CPU. The bits that come
+        are the same. By messages come, in any case, rows that are added, as gradients of copies are, between heads and
+        heads, of layouts of more than 32 chunks or 8 ranks, and of whole batches cut at multiples.
         """
         return "host" if self.device.type == "cpu" else self.of.exchange_path
 

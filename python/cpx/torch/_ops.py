@@ -15,6 +15,7 @@ from ._objects import Carry, Halo, Relayout, held, taken_comm, taken_plan
 from ._operator import (
     array, backward_operator, check, contiguous_like, keep, moved, operator, sums, wants_gradient
 )
+from ._window import empty
 
 
 def _held(where, plan, comm):
@@ -31,14 +32,14 @@ def _rows(where, x):
 
 def _exchange(x, plan, comm, shape):
     p, c = _held("exchange", plan, comm)
-    y = x.new_empty(shape)
+    y = empty(x, shape, c)
     _ext.exchange(p.of, array(moved(x)), y, c)
     return y
 
 
 def _exchange_backward(dy, plan, comm, shape):
     p, c = _held("exchange_backward", plan, comm)
-    dx = dy.new_empty(shape)
+    dx = empty(dy, shape, c)
     _ext.exchange(p.back, array(moved(dy.contiguous())), dx, c)
     return dx
 

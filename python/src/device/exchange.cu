@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Rows moved between devices.
-#include "group.hpp"
+#include "window_move.hpp"
 
-#include <cpx/cuda/channels.hpp>
+#include <bit>
+#include <tuple>
+#include <type_traits>
 
 namespace binding {
 
@@ -19,6 +21,53 @@ cpx::movement_room room_for(relayout_value const& plan, cpx::index_t width, cpx:
         });
     });
 }
+
+/// Whether kernels can compute where rows of a plan go, whatever the batch; not of rows that are added, nor of those
+/// that come back to one of several replicas. The same on all ranks.
+bool computed(relayout_value const& plan) {
+    cpx::flow const kind = plan.plan.kind;
+    if (kind == cpx::flow::sums || (kind == cpx::flow::selects && plan.back)) return false;
+    if (plan.from.every_row() && plan.to.every_row()) return false;
+    auto const known = [](auto const& s) { return computed(s); };
+    return plan.from.visit(known) && plan.to.visit(known);
+}
+
+/// Whether the window has a place for each rank's target, and kernels for the batch's offsets. The same on all ranks.
+bool fits(relayout_value const& plan, cpx::index_t width, cpx::index_t element, cpx::index_t sequences,
+          device_group const& g) {
+    auto const first = plan.from.visit([](auto const& s) { return s.sections(); });
+    auto const sections = first.empty() ? plan.to.visit([](auto const& s) { return s.sections(); }) : first;
+    auto const most = plan.to.visit([&](auto const& to) {
+        cpx::index_t bytes = 0;
+        for (int r = 0; r < to.ranks(); ++r) {
+            cpx::index_t const own = sections.empty() ? width : cpx::detail::local_width(to, r, sections);
+            bytes = std::max(bytes, to.rows(r) * own * element);
+        }
+        return bytes;
+    });
+    constexpr cpx::index_t tables = 128 << 10; // bytes of shared memory, of every GPU that has windows
+    return most <= std::ssize(g.landing()) && (plan.from.ranks() + 2) * (sequences + 1) * 4 <= tables;
+}
+
+/// What has the size of a T: what is stored is not looked at.
+template <class T>
+using bits_of = std::tuple_element_t<std::countr_zero(sizeof(T)),
+                                     std::tuple<std::int8_t, std::int16_t, std::int32_t, std::int64_t>>;
+
+template <class T>
+auto bits_in(cpx::rows<T> rows) {
+    using bits = std::conditional_t<std::is_const_v<T>, bits_of<std::remove_const_t<T>> const, bits_of<T>>;
+    return cpx::rows<bits>(reinterpret_cast<bits*>(rows.data()), rows.count(), rows.width(), rows.stride());
+}
+
+/// What moves rows of a kind into the window, and batches that do not fit there by messages.
+template <class T>
+struct window_or_messages {
+    std::unique_ptr<window_move<bits_of<T>>> stored;
+    std::unique_ptr<cuda::exchange<T>> sent;
+    cpx::index_t sequences = 0;
+    bool by_window = false;
+};
 
 template <class T>
 void run(device_group& g, relayout_value const& plan, tensor const& x, tensor const& y) {
@@ -45,17 +94,46 @@ void run(device_group& g, relayout_value const& plan, tensor const& x, tensor co
     auto const room = [&](cpx::capacity const& most) {
         return most.rows > 0 ? std::optional(room_for(plan, width, most)) : std::nullopt;
     };
-    // Where no rows move, ranks do not meet. Rows that are added come as messages, in the order of ranks.
-    auto* const channels = p.local ? nullptr : g.channels();
-    if (channels && p.kind != cpx::flow::sums) {
-        using prepared = cuda::channel_exchange<T>;
+    // Where no rows move, ranks do not meet.
+    if (auto* const window = p.local ? nullptr : g.shared(); window && computed(plan)) {
+        using prepared = window_or_messages<T>;
+        cpx::index_t const row = from.width();
+        auto const id = p.id.template for_elements<T>(row);
+        std::optional<cpx::capacity> asked;
+        auto const prepare = [&](prepared& made) {
+            made.by_window = fits(plan, row, sizeof(T), made.sequences, g);
+            if (made.by_window) {
+                if (!made.stored) {
+                    cuda::detail::agree(g.nccl(), id, p, cpx::caller::here());
+                    made.stored = std::make_unique<window_move<bits_of<T>>>(plan, row, g, made.sequences);
+                }
+                auto const print = cpx::detail::mix(0, id.fingerprint());
+                made.stored->set(plan, static_cast<std::uint32_t>(print ^ print >> 32), comm.stream());
+            } else if (made.sent) {
+                made.sent->set({&p, 1}, comm.stream());
+            } else {
+                cuda::exchange_options const of{.room = asked ? room(*asked) : std::nullopt};
+                made.sent = std::make_unique<cuda::exchange<T>>(p, row, g.nccl(), of);
+            }
+        };
         auto& by = g.find<prepared>(
-            where, kind, batch, need,
+            where,
+            {number_of(plan.from.text()), number_of(plan.to.text()), std::uint64_t{3} + plan.back,
+             static_cast<std::uint64_t>(row)},
+            p.id.fingerprint(), need,
             [&](cpx::capacity const& most) {
-                return std::make_unique<prepared>(listed(), width, *channels, room(most));
+                asked = most;
+                auto made = std::make_unique<prepared>();
+                made->sequences = std::max(most.sequences, plan.from.batch().sequences());
+                prepare(*made);
+                return made;
             },
-            [&](prepared& made) { made.set(listed(), comm.stream()); });
-        return by(from, to, comm.stream(), mirrored);
+            prepare);
+        if (!by.by_window) return (*by.sent)(from, to, comm.stream());
+        cpx::detail::check_buffers("cuda::exchange", from, {p.source_rows, p.source_width ? p.source_width : row}, to,
+                                   {p.target_rows, p.target_width ? p.target_width : row}, cpx::caller::here());
+        if (to.width() > 0) (*by.stored)(bits_in(from), bits_in(to), comm.stream());
+        return;
     }
     using prepared = cuda::exchange<T>;
     auto& by = g.find<prepared>(

@@ -2,9 +2,10 @@
 // Communicators of ranks on devices.
 #include "group.hpp"
 
-#include <cpx/cuda/channels.hpp>
+#include <cpx/cuda/shared_memory.hpp>
 
 #include <cstring>
+#include <mutex>
 #include <thread>
 
 // A process may load an older NCCL without them, which `cpx::cuda::window::supported` sees before it calls them.
@@ -17,10 +18,22 @@ namespace {
 
 void end(device_group* g) { delete g; }
 
+/// The windows of which an allocator has memory, and that of which it is to take memory in this thread.
+struct windows {
+    std::mutex guard;
+    std::vector<std::shared_ptr<cuda::shared_memory>> lent;
+    static inline thread_local std::weak_ptr<cuda::shared_memory> now;
+
+    static windows& all() { // never ends: frameworks free memory when the process ends
+        static auto& of = *new windows;
+        return of;
+    }
+};
+
 } // namespace
 
-device_group::device_group(std::unique_ptr<cpx::nccl> joined, bool lent, int blocks, framework& from)
-    : nccl_(std::move(joined)), lent_(lent), blocks_(blocks), from_(from), memory_(from, nccl_->device()),
+device_group::device_group(std::unique_ptr<cpx::nccl> joined, bool lent, group_options const& of, framework& from)
+    : nccl_(std::move(joined)), lent_(lent), of_(of), from_(from), memory_(from, nccl_->device()),
       comm_(*nccl_, nullptr, memory_) {}
 
 device_group::~device_group() { leave(); }
@@ -36,25 +49,58 @@ void device_group::leave() {
     if (lent_) nccl_->give_up("leave"); // its owner may have ended it: it is not touched any more
     if (!done) {
         static_cast<void>(new auto(std::move(prepared_)));
-        static_cast<void>(channels_.release());
+        static_cast<void>(new auto(std::move(shared_)));
     }
     prepared_.clear();
-    channels_.reset();
+    if (shared_) {
+        shared_->deallocate(landing_.data(), landing_.size(), nullptr);
+        auto& all = windows::all();
+        std::lock_guard const lock(all.guard);
+        // Memory of which tensors still have some stays as long as the process: its end is for all ranks together.
+        if (shared_->empty()) std::erase(all.lent, shared_);
+        shared_.reset();
+    }
     static_cast<void>(cudaSetDevice(before));
 }
 
-cuda::channels* device_group::channels() {
-    if (path_ == exchange_path::undecided && !is_capturing(comm_.stream())) {
-        if (nccl_->ranks() > 1) channels_ = cuda::channels::over(*nccl_, blocks_);
-        path_ = channels_ ? exchange_path::channels : exchange_path::messages;
+cuda::shared_memory* device_group::shared() {
+    if (path_ != exchange_path::undecided || is_capturing(comm_.stream())) return shared_.get();
+    path_ = exchange_path::messages;
+    auto const ranks = static_cast<std::size_t>(nccl_->ranks());
+    if (ranks == 1) return nullptr;
+    std::size_t free = 0, whole = 0;
+    cuda::check(cudaMemGetInfo(&free, &whole), "cudaMemGetInfo");
+    struct answer {
+        index_t window, blocks, can;
+    } const mine{of_.window, of_.blocks, static_cast<index_t>(free) > of_.window + (index_t{256} << 20)}; // NCCL's, too
+    std::vector<answer> all(ranks);
+    nccl_->gather(&mine, all.data(), sizeof mine, cpx::caller::here());
+    bool can = mine.window > 0;
+    for (answer const& a : all) {
+        cpx::require(a.window == mine.window, "communicator", "window, bytes, on all ranks", mine.window, a.window);
+        cpx::require(a.blocks == mine.blocks, "communicator", "blocks, on all ranks", mine.blocks, a.blocks);
+        can = can && a.can;
     }
-    return channels_.get();
+    if (!can) return nullptr;
+    auto made = std::make_shared<cuda::shared_memory>(*nccl_, mine.window, cpx::kernels::most_ranks, of_.blocks, true);
+    if (!made->one_kernel()) return nullptr;
+    auto const bytes = static_cast<std::size_t>(mine.window / 4 / 256 * 256);
+    landing_ = {static_cast<char*>(made->allocate(bytes, nullptr)), bytes};
+    shared_ = std::move(made);
+    {
+        std::lock_guard const lock(windows::all().guard);
+        windows::all().lent.push_back(shared_);
+    }
+    path_ = exchange_path::window;
+    return shared_.get();
 }
 
 void device_group::wait() {
     auto const& now = comm();
-    channels_ ? channels_->wait(now.stream()) : now.wait();
+    shared_ ? shared_->wait(now.stream()) : now.wait();
 }
+
+void device_group::lend(bool on) const { windows::now = on ? shared_ : nullptr; }
 
 bool device_group::has_done_all() const {
     auto const end = std::chrono::steady_clock::now() + nccl_->deadline();
@@ -69,7 +115,7 @@ bool device_group::has_done_all() const {
 group_pointer adopt_group(void* comm, int device, group_options const& of, framework& from) {
     on_device const here(device);
     auto joined = cpx::nccl::adopt(static_cast<ncclComm_t>(comm), cpx::adopted::is_left, of.deadline);
-    return {new device_group(std::move(joined), true, of.blocks, from), end};
+    return {new device_group(std::move(joined), true, of, from), end};
 }
 
 group_pointer make_group(std::string const& id, int rank, int ranks, int device, group_options const& of,
@@ -80,7 +126,7 @@ group_pointer make_group(std::string const& id, int rank, int ranks, int device,
     cpx::require(id.size() == size, "communicator", "bytes of the id", size, id.size());
     std::memcpy(common.internal, id.data(), size);
     auto joined = std::make_unique<cpx::nccl>(common, rank, ranks, of.deadline);
-    return {new device_group(std::move(joined), false, of.blocks, from), end};
+    return {new device_group(std::move(joined), false, of, from), end};
 }
 
 std::string new_group_id() {
@@ -91,6 +137,12 @@ std::string new_group_id() {
 int rank_of(device_group const& g) { return g.nccl().rank(); }
 int ranks_of(device_group const& g) { return g.nccl().ranks(); }
 exchange_path path_of(device_group const& g) { return g.path(); }
+index_t room_of(device_group const& g) { return 5 * (static_cast<index_t>(g.landing().size()) / 2); } // of 4: 2.5
+void lend(device_group& g, bool on) { g.lend(on); }
+bool holds(device_group& g, void const* memory) {
+    auto const* const window = g.path() == exchange_path::window ? g.shared() : nullptr;
+    return window && window->holds(memory);
+}
 
 void require_there(device_group const& g) {
     ncclComm_t const comm = g.nccl().get(); // none: it has failed, as the call will say
@@ -109,3 +161,30 @@ void leave(device_group& g) { g.leave(); }
 void fail(device_group& g, char const* why) { g.nccl().give_up(why); }
 
 } // namespace binding
+
+extern "C" {
+
+/// What torch's allocator calls for memory of a pool of its own: of the window that is lent, or, where that is full,
+/// of the device, and results that are made there are copied to them. Null if there is none.
+[[gnu::visibility("default")]] void* cpx_window_allocate(std::size_t bytes, int device, cudaStream_t) {
+    using namespace binding;
+    if (auto const window = windows::now.lock()) try {
+            return window->allocate(bytes, nullptr);
+        } catch (cpx::error const&) { // it is full
+        }
+    void* memory = nullptr;
+    try {
+        on_device const here(device);
+        if (cudaMalloc(&memory, bytes) != cudaSuccess) static_cast<void>(cudaGetLastError()), memory = nullptr;
+    } catch (cpx::error const&) {
+    }
+    return memory;
+}
+[[gnu::visibility("default")]] void cpx_window_free(void* memory, std::size_t bytes, int, cudaStream_t) {
+    auto& all = binding::windows::all();
+    std::lock_guard const lock(all.guard);
+    for (auto const& window : all.lent)
+        if (window->holds(memory)) return window->deallocate(memory, bytes, nullptr);
+    static_cast<void>(cudaFree(memory));
+}
+}

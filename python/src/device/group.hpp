@@ -18,12 +18,13 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <span>
 #include <string_view>
 #include <utility>
 #include <vector>
 
 namespace cpx::cuda {
-class channels;
+class shared_memory;
 }
 
 namespace binding {
@@ -94,7 +95,7 @@ cpx::capacity capacity_for(S const&... shardings) {
 
 class device_group {
 public:
-    device_group(std::unique_ptr<cpx::nccl> joined, bool lent, int blocks, framework& from);
+    device_group(std::unique_ptr<cpx::nccl> joined, bool lent, group_options const& of, framework& from);
     ~device_group();
     /// Ends its part: every later call throws, and what was prepared is freed when the device needs it no longer.
     void leave();
@@ -126,12 +127,15 @@ public:
         return now;
     }
 
-    /// Returns the memory through which exchanges move rows, made when it is first asked for, which is collective; null
-    /// if there is none, on all ranks, or, in a capture, none yet.
-    cuda::channels* channels();
+    /// Returns the memory into which exchanges move rows, made when it is first asked for, which is collective; null if
+    /// there is none, on all ranks, or, in a capture, none yet.
+    cuda::shared_memory* shared();
     exchange_path path() const { return path_; }
+    /// A part of that memory, the same bytes on all ranks: for results that are elsewhere.
+    std::span<char> landing() const { return landing_; }
     /// Waits until the device has done all that it was given in the current stream.
     void wait();
+    void lend(bool on) const;
 
     template <class Made>
     struct slot {
@@ -182,13 +186,14 @@ private:
 
     std::unique_ptr<cpx::nccl> nccl_;
     bool lent_, begun_ = false, left_ = false;
-    int blocks_; ///< of kernels in which ranks meet
+    group_options of_;
     exchange_path path_ = exchange_path::undecided;
     framework& from_;
     framework_memory memory_;
     cuda::communicator comm_;
     cuda::event switched_;
-    std::unique_ptr<cuda::channels> channels_; ///< which what is prepared uses
+    std::shared_ptr<cuda::shared_memory> shared_; ///< which what is prepared uses
+    std::span<char> landing_;
     std::map<std::pair<char const*, call_kind>, std::shared_ptr<void>> prepared_;
 };
 

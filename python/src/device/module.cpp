@@ -127,6 +127,7 @@ class nccl_rank final : public communicator, device_operators {
 public:
     nccl_rank(group_pointer group, int device) : group_(std::move(group)), device_(device) {}
     ~nccl_rank() override {
+        pool_.reset();
         nb::gil_scoped_release const free; // it may wait for the device
         group_.reset();
     }
@@ -140,6 +141,7 @@ public:
     }
     device_operators* on_device() override { return this; }
     void leave() override {
+        pool_ = nb::none(); // which gives the window back what no tensor has
         call const now("leave", *this);
         binding::leave(*group_);
     }
@@ -147,10 +149,15 @@ public:
     index_t kept_chunk() { return kept_on(*group_); }
     std::string exchange_path() const {
         auto const path = path_of(*group_);
-        return path == binding::exchange_path::undecided  ? "undecided"
-               : path == binding::exchange_path::channels ? "channels"
-                                                          : "messages";
+        return path == binding::exchange_path::undecided ? "undecided"
+               : path == binding::exchange_path::window  ? "window"
+                                                         : "messages";
     }
+    index_t room() const { return room_of(*group_); }
+    void lend(bool on) { binding::lend(*group_, on); }
+    bool holds(std::uintptr_t memory) const { return binding::holds(*group_, reinterpret_cast<void const*>(memory)); }
+    nb::object pool() const { return pool_; }
+    void set_pool(nb::object pool) { pool_ = std::move(pool); }
     void wait() {
         call const now("wait", *this);
         wait_for(there());
@@ -306,12 +313,16 @@ private:
 
     group_pointer group_;
     int device_;
+    nb::object pool_ = nb::none();
 };
 
-group_options options_of(double deadline, int blocks) {
+group_options options_of(double deadline, index_t window, int blocks) {
     cpx::require(std::isfinite(deadline) && deadline > 0, "communicator", "deadline, s", "more than 0", deadline);
+    cpx::require(window >= 0 && window < index_t{1} << 36, "communicator", "window, bytes",
+                 "from 0 to less than 64 GiB", window);
     cpx::require(blocks >= 0, "communicator", "blocks", "not negative", blocks);
-    return {std::chrono::milliseconds(static_cast<long long>(std::ceil(std::min(deadline, 1e8) * 1000))), blocks};
+    return {std::chrono::milliseconds(static_cast<long long>(std::ceil(std::min(deadline, 1e8) * 1000))), window,
+            blocks};
 }
 
 framework& framework_or_throw(nb::handle type) {
@@ -321,9 +332,10 @@ framework& framework_or_throw(nb::handle type) {
     return *found;
 }
 
-std::shared_ptr<communicator> adopt(nb::handle tensors, std::uintptr_t comm, int device, double deadline, int blocks) {
+std::shared_ptr<communicator> adopt(nb::handle tensors, std::uintptr_t comm, int device, double deadline,
+                                    index_t window, int blocks) {
     auto& from = framework_or_throw(tensors);
-    auto const of = options_of(deadline, blocks);
+    auto const of = options_of(deadline, window, blocks);
     auto group = [&] {
         nb::gil_scoped_release const free;
         return adopt_group(reinterpret_cast<void*>(comm), device, of, from);
@@ -332,9 +344,9 @@ std::shared_ptr<communicator> adopt(nb::handle tensors, std::uintptr_t comm, int
 }
 
 std::shared_ptr<communicator> make(nb::handle tensors, nb::bytes const& id, int rank, int ranks, int device,
-                                   double deadline, int blocks) {
+                                   double deadline, index_t window, int blocks) {
     auto& from = framework_or_throw(tensors);
-    auto const of = options_of(deadline, blocks);
+    auto const of = options_of(deadline, window, blocks);
     std::string const common(id.c_str(), id.size());
     auto group = [&] {
         nb::gil_scoped_release const free;
@@ -380,13 +392,20 @@ NB_MODULE(_cuda, m) {
             "kept_chunk", &nccl_rank::kept_chunk,
             "Bytes that the gated delta rule of bfloat16 and heads of 128 keeps of 64 tokens and a value head.")
         .def_prop_ro("exchange_path", &nccl_rank::exchange_path,
-                     R"(How exchanges that do not add move rows between ranks, the same on all of them: "channels", one
-kernel through memory that ranks write to each other, or "messages" of NCCL's; "undecided" before the first one.)")
+                     R"(How exchanges that do not add move rows between ranks, the same on all of them: "window", one
+kernel into memory that ranks write to each other, or "messages" of NCCL's; "undecided" before the first one.)")
+        .def_prop_ro("room", &nccl_rank::room,
+                     "Bytes of the window that an allocator may take at once for results; 0: there is no window.")
+        .def("holds", &nccl_rank::holds, "address"_a, "Returns whether that is in the window.")
+        .def_prop_rw("pool", &nccl_rank::pool, &nccl_rank::set_pool, nb::arg().none(),
+                     "What holds memory of the window, until `leave`.")
+        .def("lend", &nccl_rank::lend, "on"_a,
+             "Says whether cpx_window_allocate, in this thread, takes memory of the window.")
         .def("wait", &nccl_rank::wait,
              R"(Waits until the device has done all that it was given in the current stream.
 
 Raises cpx.Error that names the ranks that did not come within the deadline, or that moved rows of another batch.)");
-    m.def("nccl_adopt", adopt, "tensors"_a, "comm"_a, "device"_a, "deadline"_a, "blocks"_a,
+    m.def("nccl_adopt", adopt, "tensors"_a, "comm"_a, "device"_a, "deadline"_a, "window"_a, "blocks"_a,
           "Returns the rank of a communicator that is there, by its address, for tensors of that type. Collective.");
     m.def(
         "nccl_id",
@@ -395,7 +414,7 @@ Raises cpx.Error that names the ranks that did not come within the deadline, or 
             return nb::bytes(id.data(), id.size());
         },
         "Returns the id of a new communicator, for one rank to give to the others.");
-    m.def("nccl_make", make, "tensors"_a, "id"_a, "rank"_a, "ranks"_a, "device"_a, "deadline"_a, "blocks"_a,
+    m.def("nccl_make", make, "tensors"_a, "id"_a, "rank"_a, "ranks"_a, "device"_a, "deadline"_a, "window"_a, "blocks"_a,
           "Returns the rank of a new communicator. Collective.");
     m.def("rotary", rotary, "x"_a, "positions"_a, "head_dim"_a, "frequencies"_a, "axes"_a, "rounding"_a, "back"_a,
           "out"_a);

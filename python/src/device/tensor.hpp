@@ -119,13 +119,15 @@ class device_group;
 
 using group_pointer = std::unique_ptr<device_group, void (*)(device_group*)>;
 
-/// How exchanges that do not add move rows between ranks: by one kernel, through memory that they write to each other,
-/// or by messages of NCCL's. The same on all ranks, which decide at the first exchange.
-enum class exchange_path { undecided, channels, messages };
+/// How exchanges that do not add move rows between ranks: by one kernel into memory that they write to each other, or
+/// by messages of NCCL's. The same on all ranks, which decide at the first exchange.
+enum class exchange_path { undecided, window, messages };
 
-/// How a group waits, and exchanges: `blocks` of a kernel in which its ranks meet; 0: by messages alone.
+/// How a group waits, and exchanges. `window`: bytes of memory that ranks write to each other, 0 for messages alone;
+/// `blocks` of a kernel in which they meet, 0: as many as pay.
 struct group_options {
     std::chrono::milliseconds deadline;
+    index_t window;
     int blocks;
 };
 
@@ -139,6 +141,12 @@ std::string new_group_id();
 int rank_of(device_group const& g);
 int ranks_of(device_group const& g);
 exchange_path path_of(device_group const& g);
+/// Returns the bytes of the window that a framework's allocator may take at once for results; 0: there is no window.
+index_t room_of(device_group const& g);
+/// Says whether `cpx_window_allocate` is to take memory of the group's window, in this thread, from now on.
+void lend(device_group& g, bool on);
+/// Returns whether memory is in the group's window.
+bool holds(device_group& g, void const* memory);
 /// Throws `cpx::error` if the owner of a communicator has ended it, as far as NCCL can tell.
 void require_there(device_group const& g);
 /// Waits until the device has done all that it was given in the current stream; see `cpx::nccl::wait`.
