@@ -213,14 +213,13 @@ __device__ void store_to_peers(Source const& source, Target const& target, relay
                                column_run const* columns, char* const* targets) {
     // Takes rows from many places of the source in turn, so that not all ranks store to one peer at once; from more
     // places where all ranks walk along the same rows. More than needed are slower: 1 to 8 % from 32 on.
-    constexpr int places = Source::every_row || Target::every_row ? 32 : 8;
-    std::int64_t const rows = source.rows(r.first + m.rank), shares = places * m.ranks;
-    std::int64_t const share_rows = (rows + shares - 1) / shares;
-    int const group = static_cast<int>(threadIdx.x) / r.lanes, groups = static_cast<int>(blockDim.x) / r.lanes;
-    std::int64_t const stride = static_cast<std::int64_t>(gridDim.x) * groups;
-    for (std::int64_t item = static_cast<std::int64_t>(group) * gridDim.x + blockIdx.x; item < shares * share_rows;
-         item += stride) {
-        std::int64_t const row = (item + m.rank) % shares * share_rows + item / shares;
+    constexpr unsigned places = Source::every_row || Target::every_row ? 32 : 8;
+    auto const rank = static_cast<unsigned>(m.rank), lanes = static_cast<unsigned>(r.lanes);
+    auto const rows = static_cast<unsigned>(source.rows(r.first + m.rank)); // less than 2^31, so that no sum overflows
+    unsigned const shares = places * static_cast<unsigned>(m.ranks), share_rows = (rows + shares - 1) / shares;
+    unsigned const stride = gridDim.x * (blockDim.x / lanes);
+    for (unsigned item = threadIdx.x / lanes * gridDim.x + blockIdx.x; item < shares * share_rows; item += stride) {
+        unsigned const row = (item + rank) % shares * share_rows + item / shares;
         if (row >= rows) continue;
         std::int32_t const global = source.global(r.first + m.rank, static_cast<std::int32_t>(row));
         char const* const at = r.source + row * r.source_pitch;
@@ -229,7 +228,9 @@ __device__ void store_to_peers(Source const& source, Target const& target, relay
                          r.lanes);
         };
         if constexpr (Target::every_row) {
-            for (int i = 0; i < m.ranks; ++i) store(static_cast<int>((i + row + m.rank) % m.ranks), global);
+            for (int i = 0; i < m.ranks; ++i)
+                store(static_cast<int>((static_cast<unsigned>(i) + row + rank) % static_cast<unsigned>(m.ranks)),
+                      global);
         } else {
             slot const place = target.place(global);
             int const peer = place.rank - r.first;
