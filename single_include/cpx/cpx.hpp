@@ -5667,11 +5667,13 @@ index_t most_runs(S const& s, capacity const& most, caller here) {
 /// Returns how many segments a rank has of so many sequences, at most: the same on all ranks.
 template <any_sharding S>
 index_t most_segments(S const& s, capacity const& most, caller here) {
-    index_t pieces = S::every_row ? 1 : most.rows; // of a sequence, on one rank
+    index_t pieces = 1; // of a sequence, on one rank
     if constexpr (requires { s.policy().owner(0); }) {
         std::vector<index_t> chunks(static_cast<std::size_t>(s.ranks()));
         for (int c = 0; c < s.policy().chunks(); ++c) ++chunks[static_cast<std::size_t>(s.policy().owner(c))];
         pieces = *std::ranges::max_element(chunks);
+    } else if constexpr (!S::every_row) { // of layouts that a rule chooses: a segment has at least a row
+        return most.rows;
     }
     return product("movement", "segments", {most.sequences + 1, pieces}, here);
 }

@@ -272,8 +272,10 @@ TEST_SUITE("cuda") {
                                                       {to, to, {dv.data(), 10, 8}, {dg.data(), 10, 1}}, all(space),
                                                       nullptr);
         });
+        auto erasing = there.decaying();
+        erasing.beta = erasing.g;
         rejects({"cuda::head_decay_attention: beta: expected none, for nothing is erased"},
-                [&] { gpu::head_decay_attention<float>(p.shape, there.erasing(), to, {}, all(space), nullptr); });
+                [&] { gpu::head_decay_attention<float>(p.shape, erasing, to, {}, all(space), nullptr); });
         rejects({"cuda::head_decay_attention_fold: size of maps: expected 1"}, [&] {
             gpu::head_decay_attention_fold<float>(p.shape, there.decaying(), all(dv), all(dk), all(space), nullptr);
         });
