@@ -125,7 +125,7 @@ struct gated_delta_mixer {
         causal_conv1d_states<T> const newest{state.conv, state.conv};
         convolution<T, S, M> const of_qkv{
             before, x.columns(0, widths.qkv()), conv.view(), bias, activation::silu, mixed.view(), newest, where};
-        convolve(of_qkv, by.comm, here); // the layer has checked what it was given
+        convolve(of_qkv, by.comm, here); // checked by the layer; a device's checks again
         by.ended(before, widths.qkv());
 
         auto gates = made<typename M::template sum<T>>(x.memory(), 2 * widths.values, here);
@@ -188,7 +188,7 @@ struct gated_delta_mixer {
                                                    dbias,
                                                    order,
                                                    where};
-        convolve_backward(of_qkv, by.comm, here); // the layer has checked what it was given
+        convolve_backward(of_qkv, by.comm, here); // checked by the layer; a device's checks again
         by.ended();
         auto const add = [&](bool channels, rows<sum const> from, rows<sum> whole) {
             add_held_rows(memory, sharding(), rank(), of(channels), from, whole, here);

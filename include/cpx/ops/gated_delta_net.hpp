@@ -83,7 +83,7 @@ struct gated_delta_net_saved : gated_delta_mixed<T, Mix, M> {
 template <class T, any_sharding S, any_memory M = host_memory>
 struct gated_delta_net_gradients; // see gated_delta_net_backward.hpp
 
-/// What a forward keeps beside its output: states to go on from, or what the backward needs, or nothing.
+/// What a forward keeps beside its output: states to go on from, on the host, or what the backward needs, or nothing.
 template <class T, any_sharding S, any_sharding Mix, any_memory M = host_memory>
 struct gated_delta_net_memory {
     gated_delta_net_state<T> state = {};
