@@ -3,7 +3,6 @@
 
 namespace cpx::detail {
 
-template std::uint64_t mix_all<std::string_view>(std::uint64_t, std::string_view const&);
 template std::uint64_t
 mix_all<std::array<std::uint64_t, identity::numbers_count>>(std::uint64_t,
                                                             std::array<std::uint64_t, identity::numbers_count> const&);

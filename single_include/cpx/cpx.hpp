@@ -868,6 +868,17 @@ std::uint64_t mix_all(std::uint64_t hash, Numbers const& numbers) {
     return hash;
 }
 
+/// The same of text, eight letters at a time.
+inline std::uint64_t mix_all(std::uint64_t hash, std::string_view text) {
+    hash = mix(hash, text.size());
+    std::uint64_t letters = 0;
+    for (std::size_t i = 0; i < text.size(); ++i) {
+        letters |= std::uint64_t{static_cast<unsigned char>(text[i])} << (8 * (i % 8));
+        if (i % 8 == 7 || i + 1 == text.size()) hash = mix(hash, std::exchange(letters, 0));
+    }
+    return hash;
+}
+
 } // namespace cpx::detail
 
 // cpx/core/search.hpp
@@ -2040,6 +2051,13 @@ struct by_length {
 
     CPX_HOST_DEVICE constexpr int ranks() const { return first.ranks(); }
     CPX_HOST_DEVICE constexpr auto at(index_t n) const { return either<A, B>{first, second, rule(n)}; }
+
+    /// Rules of a type that holds nothing are one rule; of others, shardings compare what they choose.
+    friend constexpr bool operator==(by_length const& a, by_length const& b)
+        requires std::equality_comparable<A> && std::equality_comparable<B> && std::is_empty_v<Rule>
+    {
+        return a.first == b.first && a.second == b.second;
+    }
 };
 
 /// Says what is wanted, and is a layout, so that nothing more is said.
@@ -2261,16 +2279,19 @@ public:
                 if (!piece.empty()) f(piece);
             }
         };
-        if constexpr (layout<P> && detail::ascends<Cut>) { // chunks and reciprocal are found once for all runs
-            list_chunks(policy_, rank, owned);
-            detail::balanced_begins const begins(policy_.chunks());
-            for (index_t i = 0; i < runs(); ++i) cut_run(run(i), policy_.chunks(), begins.of(run(i).size()));
-        } else {
-            for (index_t i = 0; i < runs(); ++i) {
-                auto const l = layout_at(policy_, run(i).size());
-                if (!layout<P> || i == 0) list_chunks(l, rank, owned);
-                cut_run(run(i), l.chunks(), begins_of(run(i), l.chunks()));
+        int chunks = 0;
+        detail::balanced_begins begins(1);
+        for (index_t i = 0; i < runs(); ++i) {
+            index_t const length = run(i).size();
+            if (!layout<P> || i == 0) {
+                auto const l = layout_at(policy_, length);
+                list_chunks(l, rank, owned);
+                if (std::exchange(chunks, l.chunks()) != l.chunks()) begins = detail::balanced_begins(l.chunks());
             }
+            if constexpr (detail::ascends<Cut>) // a reciprocal serves all runs of so many chunks
+                cut_run(run(i), chunks, begins.of(length));
+            else
+                cut_run(run(i), chunks, begins_of(run(i), chunks));
         }
     }
 
@@ -3568,6 +3589,7 @@ template <any_sharding S>
 std::vector<range> pieces(S const& sharding, int rank, caller here = caller::here()) {
     detail::require_rank("pieces", rank, sharding.ranks(), here);
     std::vector<range> list;
+    list.reserve(static_cast<std::size_t>(sharding.batch().sequences()));
     sharding.for_each_piece(rank, [&](range piece) { list.push_back(piece); });
     return list;
 }
@@ -3653,8 +3675,10 @@ std::vector<segment> segments(S const& s, int rank, caller here = caller::here()
     detail::require_rank("segments", rank, s.ranks(), here);
     std::vector<segment> list;
     thd const& batch = s.batch();
+    auto const all = pieces(s, rank);
+    list.reserve(all.size());
     index_t row = 0, sequence = 0;
-    for (range piece : pieces(s, rank))
+    for (range piece : all)
         while (!piece.empty()) {
             while (batch.offset(sequence + 1) <= piece.first) ++sequence;
             range const common = intersect(piece, {batch.offset(sequence), batch.offset(sequence + 1)});
@@ -4072,30 +4096,26 @@ std::string const& sharding_name() {
     return name;
 }
 
-/// Is given the settings of a sharding one after the other: hashes them, lists them if there is a list, and says of the
-/// setting at `named` what it is.
-struct setting_reader {
-    std::vector<index_t>* list = nullptr;
+/// Is given the settings of a sharding one after the other: lists them, and says of the setting at `named` what it is.
+struct setting_list {
+    std::vector<index_t> numbers = {};
     index_t named = -1;
     std::string name = {};
-    std::uint64_t hash = 0;
 
     /// `what` has a # where each of the numbers belongs: "owner of chunk #".
     void operator()(index_t number, char const* what, std::initializer_list<index_t> of = {}) {
-        hash = mix(hash, static_cast<std::uint64_t>(number));
-        if (!list) return;
-        if (std::ssize(*list) == named) {
+        if (std::ssize(numbers) == named) {
             name.clear();
             for (auto next = of.begin(); *what; ++what)
                 name += *what == '#' ? std::to_string(*next++) : std::string(1, *what);
         }
-        list->push_back(number);
+        numbers.push_back(number);
     }
 };
 
 /// Lets `read` read all that types do not tell: run-time sizes, owners, cuts, sections.
-template <any_sharding S>
-setting_reader read_settings(S const& s, setting_reader read = {}) {
+template <any_sharding S, class Read>
+void read_settings(S const& s, Read&& read) {
     read(s.ranks(), "ranks");
     for (index_t i = 0; section const& group : s.sections()) {
         read(group.heads, "heads of section #", {i});
@@ -4124,7 +4144,6 @@ setting_reader read_settings(S const& s, setting_reader read = {}) {
             for (index_t t = 1; t < index_t{1} << 32; t *= 2)
                 read(s.cut().snap(s.cut().begin(1, 3, 3 * t), 3 * t), "begin of chunk 1 of 3 in # tokens", {3 * t});
     }
-    return read;
 }
 
 /// Whether the numbers above follow from the type alone.
@@ -4136,11 +4155,18 @@ inline constexpr bool settled<sharding<L, Scope, Cut>> = std::is_empty_v<Cut>;
 /// Hashes the numbers above; those of a type once.
 template <any_sharding S>
 std::uint64_t sharding_hash(S const& s) {
+    auto const all = [&] {
+        std::uint64_t hash = 0;
+        read_settings(s, [&](index_t number, char const*, std::initializer_list<index_t> = {}) {
+            hash = mix(hash, static_cast<std::uint64_t>(number));
+        });
+        return hash;
+    };
     if constexpr (settled<S>) {
-        static std::uint64_t const hash = read_settings(s).hash;
+        static std::uint64_t const hash = all();
         return hash;
     } else {
-        return read_settings(s).hash;
+        return all();
     }
 }
 
@@ -4181,7 +4207,7 @@ std::string sharding_settings(S const& s, std::uint64_t hash) {
 struct settings {
     struct source {
         virtual ~source() = default;
-        virtual setting_reader read(setting_reader reader) const = 0;
+        virtual void read(setting_list& list) const = 0;
     };
     std::shared_ptr<source const> from = {};
     friend bool operator==(settings const&, settings const&) { return true; }
@@ -4198,7 +4224,7 @@ template <any_sharding S>
 identity_end end_of(S const& s) {
     struct source final : settings::source {
         explicit source(S const& of) : sharding(of) {}
-        setting_reader read(setting_reader reader) const override { return read_settings(sharding, std::move(reader)); }
+        void read(setting_list& list) const override { read_settings(sharding, list); }
         S sharding;
     };
     std::uint64_t const hash = sharding_hash(s);
@@ -4461,7 +4487,8 @@ public:
     index_t rows() const { return rows_; }
 
     std::vector<message> messages() {
-        std::ranges::stable_sort(runs_, {}, &std::pair<int, run>::first);
+        auto const peer_of = &std::pair<int, run>::first;
+        if (!std::ranges::is_sorted(runs_, {}, peer_of)) std::ranges::stable_sort(runs_, {}, peer_of);
         std::vector<message> list;
         for (auto const& [peer, rows] : runs_) {
             if (list.empty() || list.back().peer != peer) list.push_back({peer, {}, {}});
@@ -4826,6 +4853,9 @@ halo_plan<S> halo(S const& sharding, int rank, index_t reach, side where = side:
     p.local = S::every_row;
 
     std::vector<detail::placed_range> own;
+    own.reserve(p.segments.size());
+    p.begin.reserve(p.segments.size() + 1);
+    p.runs.reserve(p.segments.size());
     for (segment const& s : p.segments) {
         index_t const first = batch.offset(s.sequence) + s.token;
         own.push_back({{first, first + s.count}, s.row});
@@ -7241,14 +7271,14 @@ void compare_batches(char const* where, thd const& batch, int ranks, Gather&& ga
 template <class Gather>
 void compare_settings(char const* where, char const* whose, settings const& of, int ranks, Gather&& gather,
                       caller here) {
-    auto const read = [&](setting_reader reader) { return of.from ? of.from->read(std::move(reader)) : reader; };
-    std::vector<index_t> numbers, again;
-    static_cast<void>(read({&numbers}));
+    auto const read = [&](setting_list list) {
+        if (of.from) of.from->read(list);
+        return list;
+    };
+    auto const numbers = read({}).numbers;
     compare_numbers(
         where, std::ssize(numbers), [&](index_t i) { return numbers[static_cast<std::size_t>(i)]; },
-        [&](index_t i) {
-            return read({&again, i, "more settings than these"}).name + " of the " + whose + " sharding";
-        },
+        [&](index_t i) { return read({{}, i, "more settings than these"}).name + " of the " + whose + " sharding"; },
         ranks, gather, here);
 }
 

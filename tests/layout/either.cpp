@@ -54,6 +54,18 @@ TEST_SUITE("layout") {
         CHECK(rows(sharding, 0) == std::vector<index_t>{0, 1, 2, 9, 10, 11});
     }
 
+    TEST_CASE("rules that hold nothing are compared by their type, others by what they choose of a batch") {
+        auto const by = [](auto const& rule) { return cpx::by_length{cpx::zigzag<>{2}, cpx::sequential<>{2}, rule}; };
+        auto const even = [](index_t n) { return n % 2 == 0; };
+        static_assert(std::equality_comparable<decltype(by(even))>);
+        CHECK(by(even) == by(even));
+        CHECK_FALSE(by(even) == cpx::by_length{cpx::zigzag<>{2}, cpx::sequential<>{3}, even});
+        auto const multiple = [](index_t of) { return [of](index_t n) { return n % of == 0; }; };
+        static_assert(!std::equality_comparable<decltype(by(multiple(2)))>);
+        CHECK(cpx::shard(lengths({8, 6}), by(multiple(2))) == cpx::shard(lengths({8, 6}), by(multiple(1))));
+        CHECK_FALSE(cpx::shard(lengths({8, 7}), by(multiple(2))) == cpx::shard(lengths({8, 7}), by(multiple(1))));
+    }
+
     TEST_CASE("layouts over other numbers of ranks do not go together") {
         for (index_t const longest : {4, 0, 100}) { // of one layout or the other, or both
             auto const rule = [longest](index_t n) { return n > longest; };

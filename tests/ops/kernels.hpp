@@ -22,7 +22,6 @@
 
 namespace cpx::detail {
 
-extern template std::uint64_t mix_all<std::string_view>(std::uint64_t, std::string_view const&);
 extern template std::uint64_t
 mix_all<std::array<std::uint64_t, identity::numbers_count>>(std::uint64_t,
                                                             std::array<std::uint64_t, identity::numbers_count> const&);

@@ -4,6 +4,8 @@
 
 #include <cstdint>
 #include <iterator>
+#include <string_view>
+#include <utility>
 
 namespace cpx::detail {
 
@@ -20,6 +22,17 @@ template <class Numbers>
 std::uint64_t mix_all(std::uint64_t hash, Numbers const& numbers) {
     hash = mix(hash, static_cast<std::uint64_t>(std::size(numbers)));
     for (auto const number : numbers) hash = mix(hash, static_cast<std::uint64_t>(number));
+    return hash;
+}
+
+/// The same of text, eight letters at a time.
+inline std::uint64_t mix_all(std::uint64_t hash, std::string_view text) {
+    hash = mix(hash, text.size());
+    std::uint64_t letters = 0;
+    for (std::size_t i = 0; i < text.size(); ++i) {
+        letters |= std::uint64_t{static_cast<unsigned char>(text[i])} << (8 * (i % 8));
+        if (i % 8 == 7 || i + 1 == text.size()) hash = mix(hash, std::exchange(letters, 0));
+    }
     return hash;
 }
 

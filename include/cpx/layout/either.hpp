@@ -5,6 +5,9 @@
 #include <cpx/core/refused.hpp>
 #include <cpx/layout/concept.hpp>
 
+#include <concepts>
+#include <type_traits>
+
 namespace cpx {
 
 /// One of two layouts over the same ranks; which one is a value.
@@ -53,6 +56,13 @@ struct by_length {
 
     CPX_HOST_DEVICE constexpr int ranks() const { return first.ranks(); }
     CPX_HOST_DEVICE constexpr auto at(index_t n) const { return either<A, B>{first, second, rule(n)}; }
+
+    /// Rules of a type that holds nothing are one rule; of others, shardings compare what they choose.
+    friend constexpr bool operator==(by_length const& a, by_length const& b)
+        requires std::equality_comparable<A> && std::equality_comparable<B> && std::is_empty_v<Rule>
+    {
+        return a.first == b.first && a.second == b.second;
+    }
 };
 
 /// Says what is wanted, and is a layout, so that nothing more is said.

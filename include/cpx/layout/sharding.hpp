@@ -9,6 +9,7 @@
 
 #include <limits>
 #include <span>
+#include <utility>
 #include <vector>
 
 namespace cpx {
@@ -207,16 +208,19 @@ public:
                 if (!piece.empty()) f(piece);
             }
         };
-        if constexpr (layout<P> && detail::ascends<Cut>) { // chunks and reciprocal are found once for all runs
-            list_chunks(policy_, rank, owned);
-            detail::balanced_begins const begins(policy_.chunks());
-            for (index_t i = 0; i < runs(); ++i) cut_run(run(i), policy_.chunks(), begins.of(run(i).size()));
-        } else {
-            for (index_t i = 0; i < runs(); ++i) {
-                auto const l = layout_at(policy_, run(i).size());
-                if (!layout<P> || i == 0) list_chunks(l, rank, owned);
-                cut_run(run(i), l.chunks(), begins_of(run(i), l.chunks()));
+        int chunks = 0;
+        detail::balanced_begins begins(1);
+        for (index_t i = 0; i < runs(); ++i) {
+            index_t const length = run(i).size();
+            if (!layout<P> || i == 0) {
+                auto const l = layout_at(policy_, length);
+                list_chunks(l, rank, owned);
+                if (std::exchange(chunks, l.chunks()) != l.chunks()) begins = detail::balanced_begins(l.chunks());
             }
+            if constexpr (detail::ascends<Cut>) // a reciprocal serves all runs of so many chunks
+                cut_run(run(i), chunks, begins.of(length));
+            else
+                cut_run(run(i), chunks, begins_of(run(i), chunks));
         }
     }
 

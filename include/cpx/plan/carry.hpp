@@ -54,7 +54,8 @@ public:
     index_t rows() const { return rows_; }
 
     std::vector<message> messages() {
-        std::ranges::stable_sort(runs_, {}, &std::pair<int, run>::first);
+        auto const peer_of = &std::pair<int, run>::first;
+        if (!std::ranges::is_sorted(runs_, {}, peer_of)) std::ranges::stable_sort(runs_, {}, peer_of);
         std::vector<message> list;
         for (auto const& [peer, rows] : runs_) {
             if (list.empty() || list.back().peer != peer) list.push_back({peer, {}, {}});

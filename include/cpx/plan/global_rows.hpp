@@ -16,6 +16,7 @@ template <any_sharding S>
 std::vector<range> pieces(S const& sharding, int rank, caller here = caller::here()) {
     detail::require_rank("pieces", rank, sharding.ranks(), here);
     std::vector<range> list;
+    list.reserve(static_cast<std::size_t>(sharding.batch().sequences()));
     sharding.for_each_piece(rank, [&](range piece) { list.push_back(piece); });
     return list;
 }

@@ -144,6 +144,9 @@ halo_plan<S> halo(S const& sharding, int rank, index_t reach, side where = side:
     p.local = S::every_row;
 
     std::vector<detail::placed_range> own;
+    own.reserve(p.segments.size());
+    p.begin.reserve(p.segments.size() + 1);
+    p.runs.reserve(p.segments.size());
     for (segment const& s : p.segments) {
         index_t const first = batch.offset(s.sequence) + s.token;
         own.push_back({{first, first + s.count}, s.row});

@@ -31,30 +31,26 @@ std::string const& sharding_name() {
     return name;
 }
 
-/// Is given the settings of a sharding one after the other: hashes them, lists them if there is a list, and says of the
-/// setting at `named` what it is.
-struct setting_reader {
-    std::vector<index_t>* list = nullptr;
+/// Is given the settings of a sharding one after the other: lists them, and says of the setting at `named` what it is.
+struct setting_list {
+    std::vector<index_t> numbers = {};
     index_t named = -1;
     std::string name = {};
-    std::uint64_t hash = 0;
 
     /// `what` has a # where each of the numbers belongs: "owner of chunk #".
     void operator()(index_t number, char const* what, std::initializer_list<index_t> of = {}) {
-        hash = mix(hash, static_cast<std::uint64_t>(number));
-        if (!list) return;
-        if (std::ssize(*list) == named) {
+        if (std::ssize(numbers) == named) {
             name.clear();
             for (auto next = of.begin(); *what; ++what)
                 name += *what == '#' ? std::to_string(*next++) : std::string(1, *what);
         }
-        list->push_back(number);
+        numbers.push_back(number);
     }
 };
 
 /// Lets `read` read all that types do not tell: run-time sizes, owners, cuts, sections.
-template <any_sharding S>
-setting_reader read_settings(S const& s, setting_reader read = {}) {
+template <any_sharding S, class Read>
+void read_settings(S const& s, Read&& read) {
     read(s.ranks(), "ranks");
     for (index_t i = 0; section const& group : s.sections()) {
         read(group.heads, "heads of section #", {i});
@@ -83,7 +79,6 @@ setting_reader read_settings(S const& s, setting_reader read = {}) {
             for (index_t t = 1; t < index_t{1} << 32; t *= 2)
                 read(s.cut().snap(s.cut().begin(1, 3, 3 * t), 3 * t), "begin of chunk 1 of 3 in # tokens", {3 * t});
     }
-    return read;
 }
 
 /// Whether the numbers above follow from the type alone.
@@ -95,11 +90,18 @@ inline constexpr bool settled<sharding<L, Scope, Cut>> = std::is_empty_v<Cut>;
 /// Hashes the numbers above; those of a type once.
 template <any_sharding S>
 std::uint64_t sharding_hash(S const& s) {
+    auto const all = [&] {
+        std::uint64_t hash = 0;
+        read_settings(s, [&](index_t number, char const*, std::initializer_list<index_t> = {}) {
+            hash = mix(hash, static_cast<std::uint64_t>(number));
+        });
+        return hash;
+    };
     if constexpr (settled<S>) {
-        static std::uint64_t const hash = read_settings(s).hash;
+        static std::uint64_t const hash = all();
         return hash;
     } else {
-        return read_settings(s).hash;
+        return all();
     }
 }
 
@@ -140,7 +142,7 @@ std::string sharding_settings(S const& s, std::uint64_t hash) {
 struct settings {
     struct source {
         virtual ~source() = default;
-        virtual setting_reader read(setting_reader reader) const = 0;
+        virtual void read(setting_list& list) const = 0;
     };
     std::shared_ptr<source const> from = {};
     friend bool operator==(settings const&, settings const&) { return true; }
@@ -157,7 +159,7 @@ template <any_sharding S>
 identity_end end_of(S const& s) {
     struct source final : settings::source {
         explicit source(S const& of) : sharding(of) {}
-        setting_reader read(setting_reader reader) const override { return read_settings(sharding, std::move(reader)); }
+        void read(setting_list& list) const override { read_settings(sharding, list); }
         S sharding;
     };
     std::uint64_t const hash = sharding_hash(s);

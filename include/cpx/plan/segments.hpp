@@ -30,8 +30,10 @@ std::vector<segment> segments(S const& s, int rank, caller here = caller::here()
     detail::require_rank("segments", rank, s.ranks(), here);
     std::vector<segment> list;
     thd const& batch = s.batch();
+    auto const all = pieces(s, rank);
+    list.reserve(all.size());
     index_t row = 0, sequence = 0;
-    for (range piece : pieces(s, rank))
+    for (range piece : all)
         while (!piece.empty()) {
             while (batch.offset(sequence + 1) <= piece.first) ++sequence;
             range const common = intersect(piece, {batch.offset(sequence), batch.offset(sequence + 1)});

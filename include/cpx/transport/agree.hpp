@@ -52,14 +52,14 @@ void compare_batches(char const* where, thd const& batch, int ranks, Gather&& ga
 template <class Gather>
 void compare_settings(char const* where, char const* whose, settings const& of, int ranks, Gather&& gather,
                       caller here) {
-    auto const read = [&](setting_reader reader) { return of.from ? of.from->read(std::move(reader)) : reader; };
-    std::vector<index_t> numbers, again;
-    static_cast<void>(read({&numbers}));
+    auto const read = [&](setting_list list) {
+        if (of.from) of.from->read(list);
+        return list;
+    };
+    auto const numbers = read({}).numbers;
     compare_numbers(
         where, std::ssize(numbers), [&](index_t i) { return numbers[static_cast<std::size_t>(i)]; },
-        [&](index_t i) {
-            return read({&again, i, "more settings than these"}).name + " of the " + whose + " sharding";
-        },
+        [&](index_t i) { return read({{}, i, "more settings than these"}).name + " of the " + whose + " sharding"; },
         ranks, gather, here);
 }
 
