@@ -95,7 +95,7 @@ public:
         auto made = make(plans, true, here);
         std::uint64_t const word = word_of(plans);
         cpx::detail::lane_work work{.numbers = {words_job(word)}};
-        for (kernels::rectangle const& r : made.list) work.known.push_back({list() + std::ssize(work.known), r});
+        work.put(made.list, list());
         if (to.add(batch, work, here)) return commit(std::move(made), false);
         to.write(here); // of the batch before, perhaps
         put(std::move(made), word, false, to.stream(), here);
