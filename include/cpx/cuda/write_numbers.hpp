@@ -68,7 +68,6 @@ namespace detail {
 class batch_tables {
 public:
     explicit batch_tables(cudaStream_t in) : stream_(in) {}
-    cudaStream_t stream() const { return stream_; }
 
     /// Returns whether tables of such exchanges may be brought by one launch.
     static bool may_bring(std::vector<lane_plan> const& plans) {

@@ -106,11 +106,6 @@ struct lane_work {
     std::vector<number_job> numbers = {};
     std::vector<known_rectangle> known = {};
 
-    /// Adds rectangles that the host has listed, which belong side by side.
-    void put(std::vector<rectangle> const& all, rectangle* to) {
-        known.reserve(known.size() + all.size());
-        for (rectangle const& r : all) known.push_back({to++, r});
-    }
     void add(lane_work const& more) {
         auto const before = static_cast<int>(std::ssize(lanes)), exchanges = static_cast<int>(std::ssize(cells));
         for (lane_job job : more.jobs) {
