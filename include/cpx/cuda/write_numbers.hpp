@@ -33,7 +33,7 @@ void in_launches(std::span<T const> list, F&& launch) {
 /// Calls `f` with how many numbers a launch is to bring, of `count`: what is launched is copied, needed or not.
 template <class F>
 void with_room(std::size_t count, F&& f) {
-    with_least<256, 640, 4000>(static_cast<index_t>(count), f);
+    with_least<256, 640, 1600, 4000>(static_cast<index_t>(count), f);
 }
 
 } // namespace detail
@@ -41,7 +41,7 @@ void with_room(std::size_t count, F&& f) {
 /// Loads what `write_numbers` and `list_lanes` launch: if first launches did, those might wait for the device.
 inline void load_write_numbers(caller here = caller::here()) {
     cudaFuncAttributes loaded{};
-    for (std::size_t const count : {std::size_t{256}, std::size_t{640}, std::size_t{4000}})
+    for (std::size_t const count : {std::size_t{256}, std::size_t{640}, std::size_t{1600}, std::size_t{4000}})
         detail::with_room(count, [&](auto most) {
             check(cudaFuncGetAttributes(&loaded, kernels::write_numbers<most>), "cudaFuncGetAttributes", here);
             check(cudaFuncGetAttributes(&loaded, kernels::list_lanes<most>), "cudaFuncGetAttributes", here);
