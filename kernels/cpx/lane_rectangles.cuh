@@ -9,7 +9,7 @@
 
 namespace cpx::kernels {
 
-/// Writes all numbers and known rectangles, and the rectangles of all jobs, a warp each. `sent`: a `lane_list`.
+/// Writes all numbers and listed rectangles, and the rectangles of all jobs, a warp each. `sent`: a `lane_list`.
 template <int N>
 __global__ void __launch_bounds__(256) list_lanes(__grid_constant__ launch_list<std::int64_t, N> const sent) {
     auto const& all = *reinterpret_cast<cpx::detail::lane_list const*>(sent.items);
@@ -19,8 +19,7 @@ __global__ void __launch_bounds__(256) list_lanes(__grid_constant__ launch_list<
         for (int i = thread; i < count; i += static_cast<int>(gridDim.x * blockDim.x))
             to[i] = offsets ? all.offsets()[min(i, all.sequences)] : number;
     }
-    for (int i = thread; i < all.known; i += static_cast<int>(gridDim.x * blockDim.x))
-        *all.all_known()[i].to = all.all_known()[i].of;
+    all.put_listed(thread, static_cast<int>(gridDim.x * blockDim.x));
     if (job >= all.jobs) return;
     auto const sum = [&](index_t n, index_t& total) {
         index_t until = n;

@@ -21,6 +21,7 @@
 #include <optional>
 #include <span>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -77,7 +78,7 @@ bool check(cpx::plan const& p, cpx::lane_plan const& lanes, tables::row_shapes c
         CHECK(made.rows(false) == p.target_rows);
         auto const got = tables::tables_of(made, {});
         if (before == 0) continue;
-        all_work.add(made.work());
+        all_work.add(std::move(made.work()));
         auto const numbers = all_work.list(p.batch);
         CHECK(std::ssize(numbers) == all_work.size(p.batch));
         auto const& all = *reinterpret_cast<tables::lane_list const*>(numbers.data());
@@ -88,7 +89,7 @@ bool check(cpx::plan const& p, cpx::lane_plan const& lanes, tables::row_shapes c
                 total += n;
                 return index_t{0};
             });
-        for (int i = 0; i < all.known; ++i) *all.all_known()[i].to = all.all_known()[i].of;
+        for (int i = 0; i < 3; ++i) all.put_listed(i, 3);
         CHECK(got.packed == expected.packed);
         CHECK(got.unpacked == expected.unpacked);
         auto const count = static_cast<std::size_t>(made.rectangles());

@@ -105,8 +105,7 @@ public:
         for (identity& id : ids_) id.set_batch(batch);
         auto const id_of = [&](std::size_t i) -> identity const& { return ids_[i >= there_]; };
         if (alike && !lanes_.empty() && by_.set(lanes_, id_of, batch, comm_.tables(), here)) return;
-        comm_.tables().write(here); // of the batch before, perhaps
-        list([&](std::span<plan const> plans) { by_.set(plans, comm_.stream(), here); });
+        list([&](std::span<plan const> plans) { by_.set(plans, batch, comm_.tables(), here); });
     }
     /// As `exchange`.
     void operator()(rows<T const> from, rows<T> to, index_t number, bool back, caller here) {

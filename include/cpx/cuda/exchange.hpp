@@ -59,7 +59,7 @@ public:
         : comm_(comm), width_(width), of_(of) {
         require(width >= 0, where, "width", "not negative", width, here);
         require_device(here);
-        auto made = make(plans, here);
+        auto made = make(plans, false, here);
         if (!plans.empty() && !plans[0].local)
             detail::agree(comm, plans[0].id.template for_elements<T>(width), plans[0], here);
         auto most =
@@ -73,7 +73,7 @@ public:
         static_cast<void>(comm.others(here)); // allocated now, not in a capture
         cuda::stream const stream;
         connect(made.plans, stream, here);
-        put(std::move(made), plans, !of.room, stream, here);
+        put(std::move(made), word_of(plans), !of.room, stream, here);
         settle(stream, here);
     }
     /// The same of one plan.
@@ -85,18 +85,21 @@ public:
     ///
     /// Whether they have the same plans is compared by what the next calls send; ranks that have not are told at the
     /// next wait of the communicator. Where plans differ in what is sent, that is when the deadline has passed, and the
-    /// communicator has been aborted. Throws `cpx::error` if this exchange was made without room, or the plans want
-    /// more.
+    /// communicator has been aborted. Throws `cpx::error` if this exchange was made with less room than plans want.
     void set(std::span<plan const> plans, cudaStream_t stream, caller here = caller::here()) {
-        require(of_.room.has_value(), where, "exchange", "one made with room for other plans", "one without", here);
-        auto made = make(plans, here);
-        require(
-            std::ssize(made.list) <= room(), where, "rectangles of the plans",
-            [&] { return "at most " + std::to_string(room()); }, made.list.size(), here);
-        require(
-            made.staged <= staged_out_.size(), where, "bytes that leave or come",
-            [&] { return "at most " + std::to_string(staged_out_.size()); }, made.staged, here);
-        put(std::move(made), plans, false, stream, here);
+        put(make(plans, true, here), word_of(plans), false, stream, here);
+    }
+    /// The same, by what `to` launches for all that are set for `batch`, if a launch brings these tables.
+    void set(std::span<plan const> plans, thd const& batch, detail::batch_tables& to, caller here = caller::here()) {
+        auto made = make(plans, true, here);
+        std::uint64_t const word = word_of(plans);
+        cpx::detail::lane_work work{.numbers = {words_job(word)},
+                                    .listed = {{list(), std::ssize(made.list)}},
+                                    .rectangles = std::move(made.list)};
+        if (to.add(batch, std::move(work), here)) return commit(std::move(made), false);
+        made.list = std::move(work.rectangles);
+        to.write(here); // of the batch before, perhaps
+        put(std::move(made), word, false, to.stream(), here);
     }
     /// The same by lanes, of which a kernel of `to` makes the tables: the host counts the rows of messages alone.
     /// `id_of(i)`: of the plan that lanes i stand for, of this batch. Returns false if they do not tell what moves of
@@ -116,11 +119,8 @@ public:
             made.add({source, target, p.kind == flow::sums, first, cpx::detail::tables_of(all, of_.others)});
         }
         if (all.rectangles() > room() || made.staged > staged_out_.size()) return false;
-        std::uint64_t const word = word_of(plans.size(), id_of);
-        auto work = all.work();
-        work.numbers.push_back(
-            {reinterpret_cast<index_t*>(this->word()), static_cast<index_t>(word), 1 + comm_.ranks(), 0});
-        if (!to.add(batch, work, here)) return false;
+        all.work().numbers.push_back(words_job(word_of(plans.size(), id_of)));
+        if (!to.add(batch, std::move(all.work()), here)) return false;
         commit(std::move(made), false);
         return true;
     }
@@ -247,8 +247,9 @@ private:
         index_t const width = own_width ? own_width : width_;
         return {rows, width, stride ? stride : width, covered};
     }
-    /// Returns the tables of plans. Throws if they do not fit.
-    tables make(std::span<plan const> plans, caller here) const {
+    /// Returns the tables of plans. Throws if they do not fit or, `later`, if there is no room for them.
+    tables make(std::span<plan const> plans, bool later, caller here) const {
+        require(!later || of_.room, where, "exchange", "one made with room for other plans", "one without", here);
         tables made;
         for (plan const& p : plans) {
             cpx::detail::require_own(where, "rank of the plan", p.rank, p.ranks(), comm_.rank(), comm_.ranks(), here);
@@ -260,15 +261,19 @@ private:
                     "another", here);
             require(source.stride >= source.width && target.stride >= target.width, where, "strides",
                     "at least the widths", std::min(source.stride, target.stride), here);
-            auto const first = made.list.size();
             cpx::detail::listed_rectangles all(p, shape_of(source, target), made.list);
-            made.add({source, target, sums, first, cpx::detail::tables_of(all, of_.others)});
+            made.add({source, target, sums, made.list.size(), cpx::detail::tables_of(all, of_.others)});
         }
+        if (!later) return made;
+        auto const fits = [&](char const* what, index_t count, index_t most) {
+            if (count > most) throw error(where, what, "at most " + std::to_string(most), std::to_string(count), here);
+        };
+        fits("rectangles of the plans", std::ssize(made.list), room());
+        fits("bytes that leave or come", made.staged, staged_out_.size());
         return made;
     }
-    /// Gives the tables of `plans` to the device, in the order of the stream. `compared`: no rank has others.
-    void put(tables made, std::span<plan const> plans, bool compared, cudaStream_t stream, caller here) {
-        auto const word = word_of(plans.size(), [&](std::size_t i) -> identity const& { return plans[i].id; });
+    /// Gives tables and their word to the device, in the order of the stream. `compared`: no rank has others.
+    void put(tables made, std::uint64_t word, bool compared, cudaStream_t stream, caller here) {
         std::size_t const before = static_cast<std::size_t>(head()) / sizeof word,
                           bytes = made.list.size() * sizeof(kernels::rectangle);
         std::vector<index_t> numbers(before + bytes / sizeof word, static_cast<index_t>(word));
@@ -292,6 +297,13 @@ private:
             word = cpx::detail::mix(word, hash);
         }
         return word;
+    }
+    std::uint64_t word_of(std::span<plan const> plans) {
+        return word_of(plans.size(), [&](std::size_t i) -> identity const& { return plans[i].id; });
+    }
+    /// Returns what writes a word before the rectangles, for this rank and all.
+    cpx::detail::number_job words_job(std::uint64_t word) const {
+        return {reinterpret_cast<index_t*>(this->word()), static_cast<index_t>(word), 1 + comm_.ranks(), 0};
     }
     void commit(tables made, bool compared) {
         plans_ = std::move(made.plans);

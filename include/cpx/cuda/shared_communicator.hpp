@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <optional>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 namespace cpx::cuda {
@@ -91,8 +92,8 @@ private:
         cpx::detail::require_batch("relayout", "batch of the target", "the source's", given, to.batch(), here);
         if (there_) there_->set(from, to);
         if (back_) back_->set(to, from);
-        cpx::detail::lane_work const copied{.numbers = {{offsets_.data(), 0, offsets_.size(), 1}}};
-        if (comm_.tables().add(given, copied, here)) return;
+        cpx::detail::lane_work copied{.numbers = {{offsets_.data(), 0, offsets_.size(), 1}}};
+        if (comm_.tables().add(given, std::move(copied), here)) return;
         comm_.tables().write(here); // of the batch before, perhaps
         std::vector<index_t> offsets(given.offsets().begin(), given.offsets().end());
         offsets.resize(static_cast<std::size_t>(offsets_.size()), offsets.back());

@@ -68,6 +68,7 @@ namespace detail {
 class batch_tables {
 public:
     explicit batch_tables(cudaStream_t in) : stream_(in) {}
+    cudaStream_t stream() const { return stream_; }
 
     /// Returns whether tables of such exchanges may be brought by one launch.
     static bool may_bring(std::vector<lane_plan> const& plans) {
@@ -79,12 +80,12 @@ public:
     }
 
     /// Makes tables of `batch` in the order of the stream, or lets `write` make them. Returns false if they are more
-    /// than a launch brings.
-    bool add(thd const& batch, cpx::detail::lane_work const& more, caller here) {
+    /// than a launch brings, and leaves them to the caller.
+    bool add(thd const& batch, cpx::detail::lane_work&& more, caller here) {
         if (more.size(batch) > most) return false;
         if (batch != batch_ || all_.size(batch) + more.size(batch) > most) write(here);
         batch_ = batch;
-        all_.add(more);
+        all_.add(std::move(more));
         if (!held_) write(here);
         return true;
     }

@@ -34,15 +34,15 @@ struct number_job {
     index_t number, count, offsets;
 };
 
-/// A rectangle that the host knows: of a message that is one run of rows.
-struct known_rectangle {
+/// Where some rectangles belong that the host has listed.
+struct listed_job {
     rectangle* to;
-    rectangle of;
+    index_t count;
 };
 
-/// Begins a list of numbers: offsets, lanes, cells, jobs, numbers and rectangles follow.
+/// Begins a list of numbers: offsets, lanes, cells, jobs of all kinds and listed rectangles follow.
 struct lane_list {
-    std::int32_t sequences, lanes, cells, jobs, numbers, known;
+    std::int32_t sequences, lanes, cells, jobs, numbers, listed;
 
     CPX_HOST_DEVICE index_t const* offsets() const { return reinterpret_cast<index_t const*>(this + 1); }
     CPX_HOST_DEVICE lane const* all_lanes() const { return reinterpret_cast<lane const*>(offsets() + sequences + 1); }
@@ -53,8 +53,17 @@ struct lane_list {
     CPX_HOST_DEVICE number_job const* all_numbers() const {
         return reinterpret_cast<number_job const*>(all_jobs() + jobs);
     }
-    CPX_HOST_DEVICE known_rectangle const* all_known() const {
-        return reinterpret_cast<known_rectangle const*>(all_numbers() + numbers);
+    CPX_HOST_DEVICE listed_job const* all_listed() const {
+        return reinterpret_cast<listed_job const*>(all_numbers() + numbers);
+    }
+    /// Puts listed rectangles where they belong: `thread` of `threads` its share.
+    CPX_HOST_DEVICE void put_listed(int thread, int threads) const {
+        auto const* next = reinterpret_cast<rectangle const*>(all_listed() + listed);
+        for (int job = 0; job < listed; ++job) {
+            auto const [to, count] = all_listed()[job];
+            for (index_t i = thread; i < count; i += threads) to[i] = next[i];
+            next += count;
+        }
     }
 };
 
@@ -104,9 +113,14 @@ struct lane_work {
     std::vector<lane_cells> cells = {};
     std::vector<lane_job> jobs = {};
     std::vector<number_job> numbers = {};
-    std::vector<known_rectangle> known = {};
+    std::vector<listed_job> listed = {};
+    std::vector<rectangle> rectangles = {}; ///< of the listed jobs
 
-    void add(lane_work const& more) {
+    void add(lane_work&& more) {
+        if (numbers.empty()) {
+            *this = std::move(more);
+            return;
+        }
         auto const before = static_cast<int>(std::ssize(lanes)), exchanges = static_cast<int>(std::ssize(cells));
         for (lane_job job : more.jobs) {
             for (lane_end* const end : {&job.source, &job.target})
@@ -117,13 +131,14 @@ struct lane_work {
         lanes.insert(lanes.end(), more.lanes.begin(), more.lanes.end());
         cells.insert(cells.end(), more.cells.begin(), more.cells.end());
         numbers.insert(numbers.end(), more.numbers.begin(), more.numbers.end());
-        known.insert(known.end(), more.known.begin(), more.known.end());
+        listed.insert(listed.end(), more.listed.begin(), more.listed.end());
+        rectangles.insert(rectangles.end(), more.rectangles.begin(), more.rectangles.end());
     }
     /// Returns how many numbers the kernel reads.
     index_t size(thd const& batch) const {
         auto const words = [](auto const& of) { return of.size() * sizeof(of[0]) / sizeof(index_t); };
         return static_cast<index_t>(sizeof(lane_list) / sizeof(index_t) + words(batch.offsets()) + words(lanes) +
-                                    words(cells) + words(jobs) + words(numbers) + words(known));
+                                    words(cells) + words(jobs) + words(numbers) + words(listed) + words(rectangles));
     }
     /// Returns them: a `lane_list`.
     std::vector<index_t> list(thd const& batch) const {
@@ -133,13 +148,13 @@ struct lane_work {
                              count(cells),
                              count(jobs),
                              count(numbers),
-                             count(known)};
-        std::vector<index_t> list;
-        list.reserve(static_cast<std::size_t>(this->size(batch)));
+                             count(listed)};
+        std::vector<index_t> list(static_cast<std::size_t>(this->size(batch)));
+        auto* next = list.data();
         auto const add = [&](auto const& of) {
-            std::size_t const place = list.size(), bytes = std::size(of) * sizeof(of[0]);
-            list.resize(place + bytes / sizeof(index_t));
-            if (bytes > 0) std::memcpy(list.data() + place, std::data(of), bytes);
+            std::size_t const bytes = std::size(of) * sizeof(of[0]);
+            if (bytes > 0) std::memcpy(next, std::data(of), bytes);
+            next += bytes / sizeof(index_t);
         };
         add(std::span<lane_list const>(&head, 1));
         add(batch.offsets());
@@ -147,7 +162,8 @@ struct lane_work {
         add(cells);
         add(jobs);
         add(numbers);
-        add(known);
+        add(listed);
+        add(rectangles);
         return list;
     }
 };
@@ -176,7 +192,7 @@ public:
     }
     index_t rows(bool out) const { return counts_[out].rows; }
     index_t rectangles() const { return rectangles_; }
-    lane_work const& work() const { return work_; }
+    lane_work& work() { return work_; }
 
     // As `listed_rectangles` has them.
     bool sums() const { return plan_->kind == flow::sums; }
@@ -274,7 +290,8 @@ private:
         r.set_vector();
         r.first = slices_;
         slices_ += r.slices();
-        work_.known.push_back({to_ + rectangles_++, r});
+        work_.listed.push_back({to_ + rectangles_++, 1});
+        work_.rectangles.push_back(r);
     }
     /// Returns the slices of each lane of an end, of so many bytes a row.
     std::vector<index_t> const& slices_of(bool out, index_t bytes) {
