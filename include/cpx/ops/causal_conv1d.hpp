@@ -86,9 +86,9 @@ struct convolution {
     char const* where = "causal_conv1d";
 };
 
-/// Throws unless all fits.
-template <class T, any_sharding S>
-void check(convolution<T, S> const& of, caller here) {
+/// Throws unless all fits. On devices: `ops/cuda/causal_conv1d.hpp`, as all that follows.
+template <class T, any_sharding S, class Comm>
+void check_convolution(convolution<T, S> const& of, Comm const&, caller here) {
     auto const& [plan, x, weight, bias, act, y, states, where] = of;
     require_place(where, "x", x, plan.sharding, plan.rank, "the plan's", here);
     require_place(where, "y", y, plan.sharding, plan.rank, "the plan's", here);
@@ -108,7 +108,7 @@ void check(convolution<T, S> const& of, caller here) {
     require_apart(where, {final}, {initial}, here, in_place::yes);
 }
 
-/// Runs a convolution of which all fits. On devices: `ops/cuda/causal_conv1d.hpp`.
+/// Runs a convolution of which all fits.
 template <class T, any_sharding S, class Comm>
 void convolve(convolution<T, S> const& of, Comm& comm, caller here) {
     halo_plan<S> const& plan = of.plan;
@@ -176,8 +176,8 @@ void causal_conv1d(halo_plan<S> const& plan, X const& x, rows_or_list<element_of
     if constexpr (fits && writes) {
         detail::convolution<element_of<Y>, S, memory_of<X>> const given{
             plan, x.view(), weight.of_width(plan.reach + 1), bias, act, y.view(), states};
-        if constexpr (std::same_as<memory_of<X>, host_memory>) detail::check(given, here);
-        convolve(given, comm, here); // on devices this checks
+        check_convolution(given, comm, here);
+        convolve(given, comm, here);
     }
 }
 
@@ -227,8 +227,8 @@ struct convolution_backward {
     char const* where = "causal_conv1d_backward";
 };
 
-template <class T, any_sharding S>
-void check(convolution_backward<T, S> const& of, caller here) {
+template <class T, any_sharding S, class Comm>
+void check_convolution_backward(convolution_backward<T, S> const& of, Comm const&, caller here) {
     auto const& [before, after, x, weight, bias, act, dy, dx, dweight, dbias, order, where] = of;
     for (auto const* plan : {&before, &after})
         require_place(where, "x", x, plan->sharding, plan->rank, "that of the plans", here);
@@ -323,7 +323,7 @@ void causal_conv1d_backward(halo_plan<S> const& before, halo_plan<A> const& afte
         detail::convolution_backward<T, S, memory_of<X>> const given{
             before,   after,   x.view(), weight.of_width(taps), bias, act, dy.view(), to.dx, to.dweight.of_width(taps),
             to.dbias, to.order};
-        if constexpr (std::same_as<memory_of<X>, host_memory>) detail::check(given, here);
+        check_convolution_backward(given, comm, here);
         convolve_backward(given, comm, here);
     }
 }

@@ -112,6 +112,11 @@ struct gated_delta_mixer {
     S const& sharding() const { return states.sharding; }
     int rank() const { return states.rank; }
     gated_delta model(char const* where) const { return {config.heads, options, where}; }
+    /// Throws unless the layer may run in this memory.
+    template <any_memory M>
+    void check(char const* where, M const& memory, bool backward, caller here) const {
+        check_rule_heads(memory, where, model(where), sharding(), backward, here);
+    }
 
     /// x: rows of `config.sections()`; o: rows of `config.output_sections()`, both for this rank's heads.
     template <class T, any_memory M, class By>
@@ -125,7 +130,7 @@ struct gated_delta_mixer {
         causal_conv1d_states<T> const newest{state.conv, state.conv};
         convolution<T, S, M> const of_qkv{
             before, x.columns(0, widths.qkv()), conv.view(), bias, activation::silu, mixed.view(), newest, where};
-        convolve(of_qkv, by.comm, here); // checked by the layer; a device's checks again
+        convolve(of_qkv, by.comm, here);
         by.ended(before, widths.qkv());
 
         auto gates = made<typename M::template sum<T>>(x.memory(), 2 * widths.values, here);
@@ -188,7 +193,7 @@ struct gated_delta_mixer {
                                                    dbias,
                                                    order,
                                                    where};
-        convolve_backward(of_qkv, by.comm, here); // checked by the layer; a device's checks again
+        convolve_backward(of_qkv, by.comm, here);
         by.ended();
         auto const add = [&](bool channels, rows<sum const> from, rows<sum> whole) {
             add_held_rows(memory, sharding(), rank(), of(channels), from, whole, here);

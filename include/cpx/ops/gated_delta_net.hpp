@@ -243,6 +243,7 @@ private:
                 "the communicator's, in its stream", "another", here);
         require(!goes_on || std::same_as<M, host_memory>, where, "states to go on from", "none, of tensors on devices",
                 "some", here);
+        mixer_.check(where, x.memory(), false, here);
         by.linear(in, w.in_proj_qkv, projected.data().columns(0, qkv));
         by.linear(in, w.in_proj_b, projected.data().columns(qkv, heads));
         by.linear(in, w.in_proj_a, projected.data().columns(qkv + heads, heads));

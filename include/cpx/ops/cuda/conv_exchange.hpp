@@ -161,69 +161,55 @@ struct causal_conv1d_gradients<T, S> {
 
 namespace detail {
 
-/// Throws `cpx::error` unless a tensor has the sharding and the width of a convolution. Its rows are checked later.
+/// Throws `cpx::error` unless a tensor has the sharding, the stream and the width of a convolution. Its rows are
+/// checked later.
+template <any_sharding S, class A>
+void require_of(char const* where, char const* what, S const& sharding, int rank, cudaStream_t in, index_t channels,
+                sharded<A, S, memory> const& tensor, caller here) {
+    cpx::detail::require_place(where, what, tensor, sharding, rank, "that of the conv_exchange", here);
+    require(tensor.memory().stream() == in, where, (std::string("stream of ") + what).c_str(), "the communicator's",
+            "another", here);
+    require(tensor.data().width() == channels, where, (std::string("width of ") + what).c_str(), channels,
+            tensor.data().width(), here);
+}
 template <class T, any_sharding S, class A>
 void require_of(char const* where, char const* what, conv_exchange<T, S> const& by, sharded<A, S, memory> const& tensor,
                 caller here) {
-    cpx::detail::require_place(where, what, tensor, by.sharding(), by.rank(), "that of the conv_exchange", here);
-    require(tensor.memory().stream() == by.stream(), where, (std::string("stream of ") + what).c_str(),
-            "the communicator's", "another", here);
-    require(tensor.data().width() == by.channels(), where, (std::string("width of ") + what).c_str(), by.channels(),
-            tensor.data().width(), here);
+    require_of(where, what, by.sharding(), by.rank(), by.stream(), by.channels(), tensor, here);
 }
 
-/// Computes this rank's `y`, which is rows or parts.
+/// Computes this rank's `y`, which is rows or parts, of arguments that fit.
 template <class T, any_sharding S, class W, class Y>
 void convolve(conv_exchange<T, S>& by, rows<T const> x, rows<W> weight, std::type_identity_t<std::span<W const>> bias,
               activation act, Y const& y, caller here) {
-    auto const call = check_convolution<T>(by.plan(), x, by.halo(), weight, bias, act, y, here);
     by.exchange_halo(x, here);
-    launch_forward(by.plan(), call, act, by.stream(), here);
+    launch_forward(by.plan(), convolution_of<T>(by.plan(), x, by.halo(), weight, bias, y), act, by.stream(), here);
 }
 
-/// A backward of which all has been checked: what its kernels are given, and where they write.
-template <class T, class Call>
-struct checked_backward {
-    Call call;
-    causal_conv1d_gradients<T> to;
-
-    void leave_out_sums() {
-        call.out.sums = nullptr;
-        to.dweight = {}, to.dbias = {};
-    }
-};
-
-/// Checks a backward from this rank's `dy`, which is rows or parts. Nothing moves.
+/// Computes gradients from this rank's `dy`, which is rows or parts, of arguments that fit.
 template <class T, any_sharding S, class W, class Dy>
-auto check_convolve_backward(conv_exchange<T, S> const& by, sharded<T const, S, memory> const& x, rows<W> weight,
-                             std::type_identity_t<std::span<W const>> bias, activation act, Dy const& dy,
-                             std::type_identity_t<causal_conv1d_gradients<T, S>> const& to, caller here) {
+void convolve_backward(conv_exchange<T, S>& by, rows<T const> x, rows<W> weight,
+                       std::type_identity_t<std::span<W const>> bias, activation act, Dy const& dy,
+                       causal_conv1d_gradients<T, S> const& to, caller here) {
+    causal_conv1d_gradients<T> const local{to.dx.data(), to.dweight, to.dbias, by.workspace()};
+    auto const call = backward_of<T>(by.plan(), x, by.halo(), weight, bias, dy, by.edge(), by.dz_halo(), local);
+    by.exchange_halo(x, here);
+    launch_edge(by.plan(), call.given, call.out.dy, act, by.edge(), by.stream(), here);
+    by.exchange_edge(here);
+    launch_backward(by.plan(), call, act, local, by.stream(), here);
+}
+
+/// Checks a backward and computes it.
+template <class T, any_sharding S, class W, class Dy>
+void check_and_convolve_backward(conv_exchange<T, S>& by, sharded<T const, S, memory> const& x, rows<W> weight,
+                                 std::type_identity_t<std::span<W const>> bias, activation act, Dy const& dy,
+                                 causal_conv1d_gradients<T, S> const& to, caller here) {
     char const* const where = "cuda::causal_conv1d_backward";
     require_of(where, "x", by, x, here);
     require_of(where, "dx", by, to.dx, here);
-    causal_conv1d_gradients<T> const local{to.dx.data(), to.dweight, to.dbias, by.workspace()};
-    cpx::detail::require_activation(where, act, here);
-    auto call =
-        check_backward<T>(by.plan(), x.data(), by.halo(), weight, bias, dy, by.edge(), by.dz_halo(), local, here);
-    return checked_backward<T, decltype(call)>{call, local};
-}
-template <class T, any_sharding S, class W>
-auto check_convolve_backward(conv_exchange<T, S> const& by, sharded<T const, S, memory> const& x, rows<W> weight,
-                             std::type_identity_t<std::span<W const>> bias, activation act,
-                             sharded<T const, S, memory> const& dy,
-                             std::type_identity_t<causal_conv1d_gradients<T, S>> const& to, caller here) {
-    require_of("cuda::causal_conv1d_backward", "dy", by, dy, here);
-    return check_convolve_backward(by, x, weight, bias, act, dy.data(), to, here);
-}
-
-/// Computes gradients.
-template <class T, any_sharding S, class Call>
-void convolve_backward(conv_exchange<T, S>& by, rows<T const> x, activation act, checked_backward<T, Call> const& of,
-                       caller here) {
-    by.exchange_halo(x, here);
-    launch_edge(by.plan(), of.call.given, of.call.out.dy, act, by.edge(), by.stream(), here);
-    by.exchange_edge(here);
-    launch_backward(by.plan(), of.call, act, of.to, by.stream(), here);
+    check_backward<T>(sizes_of(by.plan()), x.data(), by.halo(), weight, bias, act, dy,
+                      {to.dx.data(), to.dweight, to.dbias}, here);
+    convolve_backward(by, x.data(), weight, bias, act, dy, to, here);
 }
 
 } // namespace detail
@@ -253,6 +239,8 @@ void causal_conv1d(conv_exchange<T, S>& by, X const& x, rows<W> weight, std::typ
         by.set(from.sharding(), here);
         detail::require_of("cuda::causal_conv1d", "x", by, from, here);
         detail::require_of("cuda::causal_conv1d", "y", by, to, here);
+        detail::check_convolution<T>(detail::sizes_of(by.plan()), from.data(), by.halo(), weight, bias, act, to.data(),
+                                     here);
         detail::convolve(by, from.data(), weight, bias, act, to.data(), here);
     }
 }
@@ -268,6 +256,7 @@ void causal_conv1d(conv_exchange<T, S>& by, X const& x, rows<W> weight, std::typ
         sharded<T const, S, memory> const from = x.view();
         by.set(from.sharding(), here);
         detail::require_of("cuda::causal_conv1d", "x", by, from, here);
+        detail::check_convolution<T>(detail::sizes_of(by.plan()), from.data(), by.halo(), weight, bias, act, y, here);
         detail::convolve(by, from.data(), weight, bias, act, y, here);
     }
 }
@@ -300,8 +289,8 @@ void causal_conv1d_backward(conv_exchange<T, S>& by, X const& x, rows<W> weight,
     if constexpr (fits && same) {
         sharded<T const, S, memory> const from = x.view(), of_y = dy.view();
         by.set(from.sharding(), here);
-        auto const checked = detail::check_convolve_backward(by, from, weight, bias, act, of_y, to, here);
-        detail::convolve_backward(by, from.data(), act, checked, here);
+        detail::require_of("cuda::causal_conv1d_backward", "dy", by, of_y, here);
+        detail::check_and_convolve_backward(by, from, weight, bias, act, of_y.data(), to, here);
     }
 }
 
@@ -319,8 +308,7 @@ void causal_conv1d_backward(conv_exchange<T, S>& by, X const& x, rows<W> weight,
     if constexpr (fits) {
         sharded<T const, S, memory> const from = x.view();
         by.set(from.sharding(), here);
-        auto const checked = detail::check_convolve_backward(by, from, weight, bias, act, dy, to, here);
-        detail::convolve_backward(by, from.data(), act, checked, here);
+        detail::check_and_convolve_backward(by, from, weight, bias, act, dy, to, here);
     }
 }
 template <class By = cpx::detail::any>
