@@ -86,6 +86,20 @@ struct convolution {
     char const* where = "causal_conv1d";
 };
 
+/// Throws unless states fit, and what is written is apart from the rest.
+template <class T, any_sharding S, any_memory M>
+void check_states(convolution<T, S, M> const& of, caller here) {
+    auto const& [plan, x, weight, bias, act, y, states, where] = of;
+    index_t const sequences = plan.sharding.batch().sequences(), window = (plan.reach + 1) * x.data().width();
+    rows<T const> const all_states[] = {states.initial, states.final};
+    for (rows<T const> const& given : all_states)
+        if (given.data()) require_shape(where, "states", given, sequences, window, here);
+    operand const initial("initial", states.initial), final("final", states.final);
+    require_apart(where, {{"y", y.data()}, final}, {{"x", x.data()}, {"weight", weight}, {"bias", bias}}, here);
+    require_apart(where, {{"y", y.data()}}, {initial}, here);
+    require_apart(where, {final}, {initial}, here, in_place::yes);
+}
+
 /// Throws unless all fits. On devices: `ops/cuda/causal_conv1d.hpp`, as all that follows.
 template <class T, any_sharding S, class Comm>
 void check_convolution(convolution<T, S> const& of, Comm const&, caller here) {
@@ -98,14 +112,7 @@ void check_convolution(convolution<T, S> const& of, Comm const&, caller here) {
     require(bias.empty() || std::ssize(bias) == channels, where, "size of bias", channels, bias.size(), here);
     require_shape(where, "x", x.data(), plan.source_rows, channels, here);
     require_shape(where, "y", y.data(), plan.source_rows, channels, here);
-    index_t const sequences = plan.sharding.batch().sequences(), window = (plan.reach + 1) * channels;
-    rows<T const> const all_states[] = {states.initial, states.final};
-    for (rows<T const> const& given : all_states)
-        if (given.data()) require_shape(where, "states", given, sequences, window, here);
-    operand const initial("initial", states.initial), final("final", states.final);
-    require_apart(where, {{"y", y.data()}, final}, {{"x", x.data()}, {"weight", weight}, {"bias", bias}}, here);
-    require_apart(where, {{"y", y.data()}}, {initial}, here);
-    require_apart(where, {final}, {initial}, here, in_place::yes);
+    check_states(of, here);
 }
 
 /// Runs a convolution of which all fits.
@@ -160,7 +167,7 @@ void convolve(convolution<T, S> const& of, Comm& comm, caller here) {
 /// for decoding: what came before the batch, and what the next one will have to know.
 /// Collective: one exchange of the halo. Any K and segments of any length, a halo may span several ranks.
 /// Bitwise the same on every sharding.
-/// Of tensors on devices: include <cpx/ops/cuda/causal_conv1d.hpp>. Weight and bias are there, too, and no states.
+/// Of tensors on devices: include <cpx/ops/cuda/causal_conv1d.hpp>. Weight, bias and states are there, too.
 ///
 /// Throws `cpx::error` on shapes that do not fit and on overlapping memory, if ranks have other activations or only
 /// some a bias, and what `exchange` throws.

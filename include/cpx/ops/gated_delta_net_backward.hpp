@@ -41,12 +41,13 @@ struct gated_delta_net_backward_pass {
         bool const ran = saved.z && saved.o && saved.projected && saved.mixed && saved.gates;
         require(ran && saved.o->sharding() == sharding, where, "saved tensors", "those of the forward",
                 ran ? "those of another sharding" : "none", here);
-        net.mixer_.check(where, memory, true, here);
         check_saved(where, net.mixer_.states, net.mixer_.model(where), &saved.states, here);
         auto written = net.operands(to.weights), read = net.operands(w);
         written.push_back({"dx", to.dx.data()});
         for (operand const& more : {operand("x", x.data()), operand("dy", dy.data())}) read.push_back(more);
         require_apart(where, written, read, here);
+        read.insert(read.end(), written.begin(), written.end());
+        net.mixer_.check(where, memory, true, read, here);
     }
 
     template <class T, carry_kind How, any_sharding S, any_sharding Mix, any_memory M, class By>

@@ -104,9 +104,10 @@ inline constexpr bool carries_rule = std::same_as<M, host_memory> && transport<B
 template <any_memory M, class T>
 inline constexpr bool rules_on = true;
 
-/// Throws unless memory M has the heads of a gated delta rule, which on the host it has.
+/// Throws unless a memory has the heads of a gated delta rule, and these operands; the host's has.
 template <any_sharding S>
-void check_rule_heads(host_memory const&, char const*, gated_delta const&, S const&, bool, caller) {}
+void check_rule_in(host_memory const&, char const*, gated_delta const&, S const&, bool, std::span<operand const>,
+                   caller) {}
 
 /// Throws unless a gated delta rule and its tensors fit the plan, and runs one of which all fits. On devices:
 /// `ops/cuda/gated_delta_rule.hpp`.

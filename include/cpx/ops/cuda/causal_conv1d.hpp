@@ -38,12 +38,23 @@ void require_of(char const* where, char const* what, halo_plan<S> const& plan, i
     cuda::detail::require_of(where, what, plan.sharding, plan.rank, comm.stream(), channels, tensor, here);
 }
 
+/// Copies newest rows of sequences to their states; `list`: see `newest_rows`.
+template <class T>
+struct keep_newest {
+    rows<T const> x, halo; ///< the halo's rows, and those of the states before
+    index_t const* list;
+    rows<T> to;
+    __device__ void operator()(index_t i, index_t channel) const {
+        index_t const row = list[2 * i], from = list[2 * i + 1], taps = to.width() / x.width();
+        to(row / taps, row % taps * x.width() + channel) =
+            from < x.count() ? x(from, channel) : halo(from - x.count(), channel);
+    }
+};
+
 /// Throws unless a convolution of tensors on devices fits.
 template <class T, any_sharding S>
 void check_convolution(convolution<T, S, cuda::memory> const& of, cuda::communicator const& comm, caller here) {
     char const* const where = "cuda::causal_conv1d";
-    require(!of.states.initial.data() && !of.states.final.data(), of.where, "states", "none, of tensors on devices",
-            "some", here);
     require(of.x.memory() == comm.memory(), "causal_conv1d", "memory of x", "the communicator's, in its stream",
             "another", here);
     index_t const channels = of.x.data().width();
@@ -51,14 +62,35 @@ void check_convolution(convolution<T, S, cuda::memory> const& of, cuda::communic
     require_of(where, "y", of.plan, channels, of.y, comm, here);
     cuda::detail::check_convolution<T>(conv_sizes_of(of.plan, comm), of.x.data(), {}, of.weight, of.bias, of.act,
                                        of.y.data(), here);
+    check_states(of, here);
+    rows<T const> const all_states[] = {of.states.initial, of.states.final};
+    for (rows<T const> const& given : all_states)
+        if (given.data()) cuda::detail::require_memory(of.where, "states", given, here);
 }
 
 /// Runs a convolution of tensors on devices of which all fits.
 template <class T, any_sharding S>
 void convolve(convolution<T, S, cuda::memory> const& of, cuda::communicator& comm, caller here) {
-    auto by = std::make_unique<cuda::conv_exchange<T, S>>(of.plan, of.x.data().width(), comm,
-                                                          options_of_call(of.x, of.act, of.bias), here);
-    cuda::detail::convolve(*by, of.x.data(), of.weight, of.bias, of.act, of.y.data(), here);
+    auto const& [initial, final, end] = of.states;
+    rows<T const> const x = of.x.data();
+    auto options = options_of_call(of.x, of.act, of.bias);
+    options.go_on = initial.data() || final.data();
+    auto by = std::make_unique<cuda::conv_exchange<T, S>>(of.plan, x.width(), comm, options, here);
+    auto const states = by->states();
+    if (initial.data())
+        for_each_element(comm.memory(), states.count(), states.width(), rowwise::copy<T>{initial, states}, here);
+    else
+        for_each_element(comm.memory(), states.count(), states.width(), rowwise::clear<T>{states}, here);
+    cuda::detail::convolve(*by, x, of.weight, of.bias, of.act, of.y.data(), here);
+    auto const list = final.data() && x.width() > 0 ? newest_rows(of.plan) : std::vector<index_t>();
+    if (!list.empty()) {
+        auto there = comm.memory().template room<index_t>(std::ssize(list));
+        cuda::write_numbers(list, there.data(), comm.stream(), here);
+        rows<T const> const beside(by->halo().data(), by->halo().count() + states.count() * of.weight.width(),
+                                   x.width());
+        for_each_element(comm.memory(), std::ssize(list) / 2, x.width(), keep_newest<T>{x, beside, there.data(), final},
+                         here);
+    }
     comm.keep(std::move(by), here);
 }
 

@@ -20,6 +20,7 @@ struct conv_exchange_options {
     index_t x_stride = 0;           ///< elements from row to row of x, 0 for dense
     capacity most = {};             ///< the largest batch that a call may have later; none: all are the first one
     identity::arguments alike = {}; ///< what all calls have, if that is known now, for ranks to compare
+    bool go_on = false;             ///< sequences go on from `states()`; of the first batch alone, without `most`
 };
 
 /// What convolutions of elements T on sharding S need of one rank: plans, exchanges and device memory. Made once a
@@ -74,6 +75,11 @@ public:
 
     /// Rows that the local operators read and write beside the caller's tensors: as many as the plan says.
     rows<T> halo() const { return {halo_.data(), plan_.halo_rows(), channels_}; }
+    /// The newest rows of every sequence before the batch, (sequences, taps * channels), to be written before a call;
+    /// none where sequences begin.
+    rows<T> states() const {
+        return {halo_.data() + plan_.halo_rows() * channels_, going_on(), plan_.taps() * channels_};
+    }
     rows<float> edge() const { return {edge_.data(), plan_.edge_rows(), channels_}; }
     rows<float> dz_halo() const { return {dz_halo_.data(), plan_.dz_halo_rows(), channels_}; }
     std::span<float> workspace() const { return {workspace_.data(), static_cast<std::size_t>(workspace_.size())}; }
@@ -92,12 +98,14 @@ private:
                   conv_exchange_options const& of, caller here)
         : comm_(comm),
           sharding_(compared(before, channels, comm, after ? "halo before and after" : "halo", of.alike, here)),
-          first_(sharding_), later_(of.most.rows > 0),
+          first_(sharding_), later_(of.most.rows > 0), go_on_(of.go_on),
           beside_(later_ ? cpx::detail::most_beside(before.sharding, before.reach, of.most, here) : 0),
-          plan_(before, after, {of.most.rows, later_ ? cpx::detail::most_segments(before.sharding, of.most, here) : 0},
-                here),
+          plan_(before, after,
+                {of.most.rows, later_ ? cpx::detail::most_segments(before.sharding, of.most, here) : 0, go_on_}, here),
           channels_(channels) {
-        halo_ = buffer<T>(std::max(plan_.halo_rows(), beside_) * channels, here);
+        require(!later_ || !go_on_, "cuda::conv_exchange", "sequences that go on", "of one batch", "of others, too",
+                here);
+        halo_ = buffer<T>((std::max(plan_.halo_rows(), beside_) + going_on() * plan_.taps()) * channels, here);
         make(halo_exchange_, before, cpx::detail::moved<halo_plan<S>>::lanes(before, channels, false), of.x_stride,
              here);
         if (!after) return;
@@ -135,9 +143,11 @@ private:
         to.emplace(std::span<cpx::plan const>(&moved, 1), std::move(ways), channels_, comm_, of, here);
     }
 
+    index_t going_on() const { return go_on_ ? sharding_.batch().sequences() : 0; }
+
     communicator& comm_;
     S sharding_, first_; ///< for which it has been set, and was made
-    bool later_;         ///< whether other batches may come
+    bool later_, go_on_; ///< whether other batches may come, and sequences go on
     index_t beside_;     ///< rows of them that are sent, or come, at most
     conv_plan plan_;
     index_t channels_;
@@ -219,8 +229,8 @@ void check_and_convolve_backward(conv_exchange<T, S>& by, sharded<T const, S, me
 ///
 /// x, y: (rows, channels) of this rank, not overlapping; x begins at a multiple of 16 bytes, its rows as far apart as
 /// the constructor was told. Collective: one exchange of the halo of x, then one kernel, in the stream of x, without
-/// host synchronisation or allocation. Can be captured, as `exchange` can. Bitwise the same on every sharding. There
-/// are no states: sequences begin here.
+/// host synchronisation or allocation. Can be captured, as `exchange` can. Bitwise the same on every sharding.
+/// Sequences begin here, or go on from `by.states()`.
 ///
 /// Throws `cpx::error` on shapes, shardings and memory that do not fit, before anything moves, and what `exchange`
 /// throws.
