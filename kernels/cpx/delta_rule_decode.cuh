@@ -21,12 +21,76 @@ struct delta_decode {
     bool erases; ///< else a decay a head alone: beta is 1, and is not read
 };
 
+namespace delta {
+
+/// Warps of a block that decodes: one has every eighth key channel, from its number on.
+inline constexpr int decode_warps = 8;
+
+/// Loads a thread's V channels of a state, of those keys; zeros of what is not `held`.
+template <int R, int V>
+__device__ __forceinline__ void load_channels(float const* state, int keys, int stride, int warp, bool held,
+                                              float (&s)[R][V]) {
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+        int const key = warp + decode_warps * r;
+        bool const there = held && key < keys;
+        float const* const from = state + std::int64_t{key} * stride;
+        if constexpr (V == 4) {
+            float4 const four = there ? __ldcs(reinterpret_cast<float4 const*>(from)) : float4{};
+            s[r][0] = four.x, s[r][1] = four.y, s[r][2] = four.z, s[r][3] = four.w;
+        } else {
+            s[r][0] = there ? __ldcs(from) : 0.0f;
+        }
+    }
+}
+
+/// Stores them where they were, k fresh^T added.
+template <int R, int V>
+__device__ __forceinline__ void store_channels(float* state, int keys, int stride, int warp, float const* k,
+                                               float const (&fresh)[V], float (&s)[R][V]) {
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+        int const key = warp + decode_warps * r;
+        if (key >= keys) break;
+        float* const to = state + std::int64_t{key} * stride;
+#pragma unroll
+        for (int i = 0; i < V; ++i) s[r][i] = fmaf(k[key], fresh[i], s[r][i]);
+        if constexpr (V == 4)
+            __stcs(reinterpret_cast<float4*>(to), make_float4(s[r][0], s[r][1], s[r][2], s[r][3]));
+        else
+            __stcs(to, s[r][0]);
+    }
+}
+
+/// Adds over the warps of a block, in their order, what lanes have of two sums; every warp gets the same bits.
+template <int V>
+__device__ __forceinline__ void add_over_warps(float (&sums)[2][decode_warps][32 * V], int warp, int lane,
+                                               float (&first)[V], float (&second)[V]) {
+#pragma unroll
+    for (int i = 0; i < V; ++i) {
+        sums[0][warp][32 * i + lane] = first[i];
+        sums[1][warp][32 * i + lane] = second[i];
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < V; ++i) {
+        first[i] = second[i] = 0;
+#pragma unroll
+        for (int w = 0; w < decode_warps; ++w) {
+            first[i] += sums[0][w][32 * i + lane];
+            second[i] += sums[1][w][32 * i + lane];
+        }
+    }
+}
+
+} // namespace delta
+
 /// A block has 32 V value channels of a state, in registers between its reading and its writing: a warp every eighth
 /// key channel. A grid of (rows, value heads, blocks of value channels) blocks of 256 threads. R: at least Dk / 8; V: 4
 /// if states are at multiples of 16 bytes and Dv at those of 4. `states`: (states, value heads, Dk, Dv).
 template <class T, int R, int V>
 __global__ void __launch_bounds__(256) delta_rule_decode(delta_decode<T> const in, float* states, delta_rows<T> o) {
-    constexpr int warps = 8;
+    constexpr int warps = delta::decode_warps;
     __shared__ float keys[warps * R], queries[warps * R], sums[2][warps][32 * V];
     int const row = static_cast<int>(blockIdx.x), head = static_cast<int>(blockIdx.y), heads = in.key_heads * in.group;
     int const thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
@@ -36,18 +100,7 @@ __global__ void __launch_bounds__(256) delta_rule_decode(delta_decode<T> const i
     float* const state = states + (slot * heads + head) * in.key_dim * in.value_dim + column;
     bool const held = column < in.value_dim;
     float s[R][V];
-#pragma unroll
-    for (int r = 0; r < R; ++r) {
-        int const key = warp + warps * r;
-        bool const there = held && key < in.key_dim;
-        float const* const from = state + std::int64_t{key} * in.value_dim;
-        if constexpr (V == 4) {
-            float4 const four = there ? __ldcs(reinterpret_cast<float4 const*>(from)) : float4{};
-            s[r][0] = four.x, s[r][1] = four.y, s[r][2] = four.z, s[r][3] = four.w;
-        } else {
-            s[r][0] = there ? __ldcs(from) : 0.0f;
-        }
-    }
+    delta::load_channels(state, in.key_dim, in.value_dim, warp, held, s);
     for (int i = thread; i < warps * R; i += 256) {
         std::int64_t const channel = std::int64_t{head / in.group} * in.key_dim + i;
         keys[i] = i < in.key_dim ? widen(in.k.at(row)[channel]) : 0.0f;
@@ -73,41 +126,17 @@ __global__ void __launch_bounds__(256) delta_rule_decode(delta_decode<T> const i
     for (int i = lane; i < warps * R; i += 32) match = fmaf(queries[i], keys[i], match);
 #pragma unroll
     for (int apart = 16; apart > 0; apart /= 2) match += __shfl_xor_sync(~0u, match, apart);
-#pragma unroll
-    for (int i = 0; i < V; ++i) {
-        sums[0][warp][32 * i + lane] = stored[i];
-        sums[1][warp][32 * i + lane] = read[i];
-    }
-    __syncthreads();
+    delta::add_over_warps(sums, warp, lane, stored, read);
     float fresh[V];
 #pragma unroll
-    for (int i = 0; i < V; ++i) {
-        stored[i] = read[i] = 0;
-#pragma unroll
-        for (int w = 0; w < warps; ++w) {
-            stored[i] += sums[0][w][32 * i + lane];
-            read[i] += sums[1][w][32 * i + lane];
-        }
-        fresh[i] = in.erases ? beta * (value[i] - stored[i]) : value[i];
-    }
+    for (int i = 0; i < V; ++i) fresh[i] = in.erases ? beta * (value[i] - stored[i]) : value[i];
     if (!held) return;
     if (warp == 0)
 #pragma unroll
         for (int i = 0; i < V; ++i)
             o.at(row)[std::int64_t{head} * in.value_dim + column + i] =
                 static_cast<T>(in.scale * fmaf(match, fresh[i], read[i]));
-#pragma unroll
-    for (int r = 0; r < R; ++r) {
-        int const key = warp + warps * r;
-        if (key >= in.key_dim) break;
-        float* const to = state + std::int64_t{key} * in.value_dim;
-#pragma unroll
-        for (int i = 0; i < V; ++i) s[r][i] = fmaf(keys[key], fresh[i], s[r][i]);
-        if constexpr (V == 4)
-            __stcs(reinterpret_cast<float4*>(to), make_float4(s[r][0], s[r][1], s[r][2], s[r][3]));
-        else
-            __stcs(to, s[r][0]);
-    }
+    delta::store_channels(state, in.key_dim, in.value_dim, warp, keys, fresh, s);
 }
 
 } // namespace cpx::kernels

@@ -227,6 +227,8 @@ struct grad_block {
                           std::uint32_t (&words)[16], std::uint32_t (&weighted)[16], std::uint32_t (&h)[16],
                           float (&down)[16]) const;
     __device__ void put_h(std::uint32_t const (&h)[16], float (&down)[16]) const;
+    __device__ void multiply_outputs(delta_gates const& gates, char const* inverse, std::uint32_t (&words)[16]) const;
+    __device__ void multiply_n(delta_gates const& gates, char const* inverse, std::uint32_t (&words)[16]) const;
     __device__ void put_columns(std::uint32_t const (&a)[16], float const (&x)[32]) const;
     __device__ void write_z(delta_gates& gates, std::uint32_t const (&squares)[16], float const (&x)[32],
                             std::uint32_t (&words)[16]);

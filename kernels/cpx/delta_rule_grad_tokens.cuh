@@ -145,6 +145,62 @@ __device__ __forceinline__ void grad_block<Erases>::write_z(delta_gates& gates, 
     arrive_warp(memory->sums_full);
 }
 
+/// E, and what H adds up to. `words`: E diag(b), an operand.
+template <bool Erases>
+__device__ __forceinline__ void grad_block<Erases>::multiply_outputs(delta_gates const& gates, char const* inverse,
+                                                                     std::uint32_t (&words)[16]) const {
+    float ba[32], e[32];
+    keep(ba);
+    cute::warpgroup_arrive();
+    multiply_triangle(ba, memory->scores, inverse);
+    cute::warpgroup_commit_batch();
+    wait(memory->y_full, turn & 1);
+    keep(e);
+    cute::warpgroup_arrive();
+    multiply_panels<Major::K, Major::K, 8>(e, memory->dout, memory->values, false);
+    cute::warpgroup_commit_batch();
+    cute::warpgroup_wait<0>();
+    keep(ba);
+    keep(e);
+    arrive_warp(memory->values_empty);
+    float down[16] = {};
+    std::uint32_t weighted[16], h[16]; // E and H, times diag(b)
+    weigh(gates, ba, e, words, weighted, h, down);
+    wait(memory->z_empty, turn & 1 ^ 1); // what the turn before left has been read
+    store_operand(words, memory->e);
+#pragma unroll
+    for (int i = 0; i < 16; ++i) words[i] = weighted[i];
+    put_h(h, down);
+}
+
+/// N, and what its columns add up to. `words`: N diag(b), an operand.
+template <bool Erases>
+__device__ __forceinline__ void grad_block<Erases>::multiply_n(delta_gates const& gates, char const* inverse,
+                                                               std::uint32_t (&words)[16]) const {
+    wait(memory->dx_full, turn & 1);
+    float n[32];
+    keep(n);
+    cute::warpgroup_arrive();
+    multiply_panels<Major::K, Major::K, 8>(n, keys(), memory->dx, false);
+    cute::warpgroup_commit_batch();
+    load_triangle_operand(inverse, words);
+    cute::warpgroup_wait<0>();
+    keep(n);
+    put_columns(words, n);
+    keep(n);
+    cute::warpgroup_arrive();
+    multiply_panels<Major::MN, Major::MN, 4>(n, memory->scores, memory->e, true);
+    cute::warpgroup_commit_batch();
+    cute::warpgroup_wait<0>();
+    keep(n);
+    arrive_warp(memory->dx_empty);
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+        float2 const b = *reinterpret_cast<float2 const*>(gates.beta + 8 * (i / 2) + lane % 4 * 2);
+        words[i] = two_bf16(b.x * n[2 * i], b.y * n[2 * i + 1]);
+    }
+}
+
 /// B, E, dB, N and Z, and of the gates' gradients what they give.
 template <bool Erases>
 __device__ __forceinline__ void grad_block<Erases>::multiply_tokens() {
@@ -153,30 +209,7 @@ __device__ __forceinline__ void grad_block<Erases>::multiply_tokens() {
          [&](char* inverse, delta_gates& gates) {
              wait(memory->prepared_full[turn & 1], turn >> 1 & 1);
              std::uint32_t words[16];
-             {
-                 float ba[32], e[32];
-                 keep(ba);
-                 cute::warpgroup_arrive();
-                 multiply_triangle(ba, memory->scores, inverse);
-                 cute::warpgroup_commit_batch();
-                 wait(memory->y_full, turn & 1);
-                 keep(e);
-                 cute::warpgroup_arrive();
-                 multiply_panels<Major::K, Major::K, 8>(e, memory->dout, memory->values, false);
-                 cute::warpgroup_commit_batch();
-                 cute::warpgroup_wait<0>();
-                 keep(ba);
-                 keep(e);
-                 arrive_warp(memory->values_empty);
-                 float down[16] = {};
-                 std::uint32_t weighted[16], h[16]; // E and H, times diag(b)
-                 weigh(gates, ba, e, words, weighted, h, down);
-                 wait(memory->z_empty, turn & 1 ^ 1); // what the turn before left has been read
-                 store_operand(words, memory->e);
-#pragma unroll
-                 for (int i = 0; i < 16; ++i) words[i] = weighted[i];
-                 put_h(h, down);
-             }
+             multiply_outputs(gates, inverse, words);
              float x[32];
              keep(x);
              cute::warpgroup_arrive();
@@ -189,28 +222,7 @@ __device__ __forceinline__ void grad_block<Erases>::multiply_tokens() {
              cutlass::arch::fence_view_async_shared();
              arrive_warp(memory->dscores_full);
              join_group(group); // all have written E
-             wait(memory->dx_full, turn & 1);
-             float n[32];
-             keep(n);
-             cute::warpgroup_arrive();
-             multiply_panels<Major::K, Major::K, 8>(n, keys(), memory->dx, false);
-             cute::warpgroup_commit_batch();
-             load_triangle_operand(inverse, words);
-             cute::warpgroup_wait<0>();
-             keep(n);
-             put_columns(words, n);
-             keep(n);
-             cute::warpgroup_arrive();
-             multiply_panels<Major::MN, Major::MN, 4>(n, memory->scores, memory->e, true);
-             cute::warpgroup_commit_batch();
-             cute::warpgroup_wait<0>();
-             keep(n);
-             arrive_warp(memory->dx_empty);
-#pragma unroll
-             for (int i = 0; i < 16; ++i) {
-                 float2 const b = *reinterpret_cast<float2 const*>(gates.beta + 8 * (i / 2) + lane % 4 * 2);
-                 words[i] = two_bf16(b.x * n[2 * i], b.y * n[2 * i + 1]);
-             }
+             multiply_n(gates, inverse, words);
              keep(x);
              cute::warpgroup_arrive();
              multiply_transposed(x, words, inverse);

@@ -95,6 +95,8 @@ struct main_block {
     __device__ void carry(delta_stretch const& stretch, delta_output const& to, int group) const;
     __device__ void erase_and_read(half_state& s, std::uint32_t const (&f)[32], std::uint32_t const (&v)[16], int at,
                                    int i, int group, float (&o)[32], std::uint32_t (&y)[16]) const;
+    __device__ void write_and_read(half_state& s, std::uint32_t const (&f)[32], std::uint32_t const (&v)[16], int at,
+                                   int i, int group, float (&o)[32], std::uint32_t (&y)[16]) const;
 };
 
 /// Asks for a chunk's queries, keys and gates, and A, by a thread.
@@ -217,6 +219,32 @@ main_block<Erases>::erase_and_read(half_state& s, std::uint32_t const (&f)[32], 
     }
 }
 
+/// The same where nothing is erased, Y being V; the products of the state may be under way when it returns.
+template <bool Erases>
+__device__ __forceinline__ void
+main_block<Erases>::write_and_read(half_state& s, std::uint32_t const (&f)[32], std::uint32_t const (&v)[16], int at,
+                                   int i, int group, float (&o)[32], std::uint32_t (&y)[16]) const {
+    std::uint32_t written[16];
+    scale_tokens(v, memory.gates[at].onward, 1.0f, written);
+    keep(o);
+    keep(s);
+    cute::warpgroup_arrive();
+    multiply_along<8>(o, f, memory.queries[at], false);
+    cute::warpgroup_commit_batch();
+    multiply_down(s, written, memory.keys[at], true);
+    cute::warpgroup_commit_batch();
+    wait(memory.aux_full[i & 1], i >> 1 & 1);
+    cute::warpgroup_wait<1>();
+    keep(o);
+    load_transposed(memory.values[at][group - 2], y); // again: there were no registers for it
+#pragma unroll
+    for (int j = 0; j < 16; ++j) {
+        float2 const e = decays_of(memory.gates[at], j / 2);
+        o[2 * j] *= in.scale * e.x;
+        o[2 * j + 1] *= in.scale * e.y;
+    }
+}
+
 /// Carries half the state over a stretch and computes the outputs of its channels, by warpgroup number `group`.
 template <bool Erases>
 __device__ __forceinline__ void main_block<Erases>::carry(delta_stretch const& stretch, delta_output const& to,
@@ -263,25 +291,7 @@ __device__ __forceinline__ void main_block<Erases>::carry(delta_stretch const& s
         if constexpr (Erases) {
             erase_and_read(s, f, v, at, i, group, o, y);
         } else {
-            std::uint32_t written[16];
-            scale_tokens(v, memory.gates[at].onward, 1.0f, written);
-            keep(o);
-            keep(s);
-            cute::warpgroup_arrive();
-            multiply_along<8>(o, f, memory.queries[at], false);
-            cute::warpgroup_commit_batch();
-            multiply_down(s, written, memory.keys[at], true);
-            cute::warpgroup_commit_batch();
-            wait(memory.aux_full[side], i >> 1 & 1);
-            cute::warpgroup_wait<1>();
-            keep(o);
-            load_transposed(memory.values[at][half], y); // again: there were no registers for it
-#pragma unroll
-            for (int j = 0; j < 16; ++j) {
-                float2 const e = decays_of(memory.gates[at], j / 2);
-                o[2 * j] *= in.scale * e.x;
-                o[2 * j + 1] *= in.scale * e.y;
-            }
+            write_and_read(s, f, v, at, i, group, o, y);
         }
         keep(o);
         cute::warpgroup_arrive();

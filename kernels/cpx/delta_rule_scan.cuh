@@ -69,6 +69,55 @@ __device__ __forceinline__ void load_fold(CUtensorMap const& keys, CUtensorMap c
     }
 }
 
+/// Computes half of E, or M, of the chunks of a stretch, by warpgroup number `half` of those that do.
+template <bool Erases, bool Back>
+__device__ __forceinline__ void fold_half(delta_walk const& in, delta_steps const& to, fold_memory<Erases>& memory,
+                                          delta_stretch const& stretch, delta_sequence const& sequence, int head,
+                                          bool of_map, int chunks, int half) {
+    int const heads = in.key_heads * in.group;
+    float whole = 1;
+    half_state s;
+    if (of_map)
+        for_each_word([&](int i, int value, int key) { s[i] = 64 * half + value == key ? 1.0f : 0.0f; });
+    else
+        load_state(stretch.number == 0 && in.initial ? in.initial + in.state_of(stretch.sequence, head) : nullptr, half,
+                   s);
+    ring<fold_memory<Erases>::stages> r;
+    ring<2> x;
+    std::uint32_t v[16] = {};
+    float fading = 0;
+    auto const await_chunk = [&] {
+        wait(memory.full[r.at], r.parity);
+        if (!of_map) load_transposed(memory.values[r.at][half], v);
+        fading = memory.gates[r.at].decay[delta_chunk - 1];
+    };
+    if (chunks > 0) await_chunk();
+    for (int c = 0; c < chunks; ++c, x.next()) {
+        std::uint32_t f[32];
+        if constexpr (Erases) round_to_operand(s, f);
+        scale(s, fading); // while products are under way, the compiler would await them
+        if constexpr (Erases) {
+            erase_and_write(memory, r.at, x, f, v, s, [] {});
+        } else {
+            whole *= fading;
+            write_tokens<Back>(memory, r.at, in.scale, v, s);
+        }
+        barrier& read = memory.empty[r.at];
+        r.next();
+        if (c + 1 < chunks) await_chunk();
+        cute::warpgroup_wait<0>();
+        keep(s);
+        if constexpr (!Erases) arrive_warp(read);
+    }
+    if constexpr (!Erases && !Back)
+        if (half == 0 && threadIdx.x % 128 == 0)
+            to.maps[std::int64_t{sequence.first_stretch + stretch.number} * heads + head] = whole;
+    float* const end = (of_map ? to.maps : to.ends) + in.state_of(sequence.first_stretch + stretch.number, head);
+    for_each_word([&](int i, int value, int key) {
+        end[to.apart ? key * 128 + 64 * half + value : (64 * half + value) * 128 + key] = s[i];
+    });
+}
+
 } // namespace delta
 
 /// A block computes E or M of a stretch and value head: what the stretch makes of zeros, or of the state before the
@@ -118,53 +167,7 @@ static __global__ void __launch_bounds__(Erases ? 512 : 384, 1)
         }
     } else {
         if constexpr (Erases) cutlass::arch::warpgroup_reg_alloc<184>();
-        int const half = group - first_group;
-        float whole = 1;
-        half_state s;
-        if (of_map)
-            for_each_word([&](int i, int value, int key) { s[i] = 64 * half + value == key ? 1.0f : 0.0f; });
-        else
-            load_state(stretch.number == 0 && in.initial ? in.initial + in.state_of(stretch.sequence, head) : nullptr,
-                       half, s);
-        ring<stages> r;
-        ring<2> x;
-        std::uint32_t v[16] = {};
-        float fading = 0;
-        auto const await_chunk = [&] {
-            wait(memory.full[r.at], r.parity);
-            if (!of_map) load_transposed(memory.values[r.at][half], v);
-            fading = memory.gates[r.at].decay[delta_chunk - 1];
-        };
-        if (first < last) await_chunk();
-        for (int c = first; c < last; ++c, x.next()) {
-            std::uint32_t f[32], y[16];
-            if constexpr (Erases) round_to_operand(s, f);
-            scale(s, fading); // while products are under way, the compiler would await them
-            if constexpr (Erases) {
-                erase_and_write(memory, r.at, x, f, v, s, [] {});
-            } else {
-                whole *= fading;
-                delta_gates const& gates = memory.gates[r.at];
-                scale_tokens(v, Back ? gates.decay : gates.onward, Back ? in.scale : 1.0f, y);
-                keep(s);
-                cute::warpgroup_arrive();
-                multiply_down(s, y, memory.keys[r.at], true);
-                cute::warpgroup_commit_batch();
-            }
-            barrier& read = memory.empty[r.at];
-            r.next();
-            if (c + 1 < last) await_chunk();
-            cute::warpgroup_wait<0>();
-            keep(s);
-            if constexpr (!Erases) arrive_warp(read);
-        }
-        if constexpr (!Erases && !Back)
-            if (half == 0 && threadIdx.x % 128 == 0)
-                to.maps[std::int64_t{sequence.first_stretch + stretch.number} * heads + head] = whole;
-        float* const end = (of_map ? to.maps : to.ends) + in.state_of(sequence.first_stretch + stretch.number, head);
-        for_each_word([&](int i, int value, int key) {
-            end[to.apart ? key * 128 + 64 * half + value : (64 * half + value) * 128 + key] = s[i];
-        });
+        fold_half<Erases, Back>(in, to, memory, stretch, sequence, head, of_map, last - first, group - first_group);
     }
 #endif
 }

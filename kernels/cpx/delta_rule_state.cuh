@@ -162,6 +162,19 @@ __device__ __forceinline__ void erase_and_write(Memory& memory, int at, ring<2> 
     arrive_warp(memory.empty[at]);
 }
 
+/// The same where nothing is erased: begins to write V or, Back, what outputs make of the gradient of the state.
+template <bool Back, class Memory>
+__device__ __forceinline__ void write_tokens(Memory& memory, int at, float by, std::uint32_t const (&v)[16],
+                                             half_state& s) {
+    std::uint32_t y[16];
+    delta_gates const& gates = memory.gates[at];
+    scale_tokens(v, Back ? gates.decay : gates.onward, Back ? by : 1.0f, y);
+    keep(s);
+    cute::warpgroup_arrive();
+    multiply_down(s, y, memory.keys[at], true);
+    cute::warpgroup_commit_batch();
+}
+
 /// A sequence and value head along which a block walks.
 struct walked_head {
     delta_sequence sequence;
@@ -256,6 +269,72 @@ __device__ __forceinline__ void publish_along(delta_walk const& in, state_memory
     }
 }
 
+/// What a warpgroup that carries half a state knows of the block's memory.
+template <int Halves, bool Erases>
+struct along_carry {
+    ring<state_memory<Halves, Erases>::stages> r;
+    ring<2> x;
+    int parity = 1;
+};
+
+/// Carries half a state along, number `own` of those of the block; `every`: chunks between states that are written.
+template <bool Traced, int Halves, bool Erases, bool Back>
+__device__ __forceinline__ void carry_along(delta_walk const& in, state_memory<Halves, Erases>& memory,
+                                            walked_head const& walked, int own, int half, int every,
+                                            along_carry<Halves, Erases>& at) {
+    auto& [r, x, parity] = at;
+    int const number = walked.number, head = walked.head, chunks = walked.chunks;
+    half_state s;
+    load_state(in.initial ? in.initial + in.state_of(number, head) : nullptr, half, s);
+    float* snapshot = in.snapshots + in.half_of(walked.sequence.first_stretch + 1, head, half) * snapshot_words;
+    char* trace =
+        in.states + in.half_of(walked.sequence.first_chunk + (Back ? chunks - 1 : 0), head, half) * (state_bytes / 2);
+    int left = every;
+    std::uint32_t v[16];
+    float fading = 0;
+    auto const await_chunk = [&] {
+        wait(memory.full[r.at], r.parity);
+        load_transposed(memory.values[r.at][own], v);
+        fading = memory.gates[r.at].decay[delta_chunk - 1];
+    };
+    if (chunks > 0) await_chunk();
+    for (int c = 0; c < chunks; ++c, x.next()) {
+        std::uint32_t f[32];
+        if constexpr (Erases || Traced) round_to_operand(s, f);
+        scale(s, fading); // while products are under way, the compiler would await them
+        auto const leave_trace = [&] {
+            if constexpr (Traced) {
+                store_trace(f, trace);
+                trace += (Back ? -1 : 1) * in.half_of(1, 0, 0) * (state_bytes / 2);
+            }
+        };
+        if constexpr (Erases) {
+            erase_and_write(memory, r.at, x, f, v, s, leave_trace);
+        } else {
+            write_tokens<Back>(memory, r.at, in.scale, v, s);
+            leave_trace();
+        }
+        barrier& read = memory.empty[r.at];
+        r.next();
+        if (c + 1 < chunks) await_chunk();
+        cute::warpgroup_wait<0>();
+        keep(s);
+        if constexpr (!Erases) arrive_warp(read);
+        if (--left == 0 || c + 1 == chunks) {
+            left = every;
+            if (!Traced) {
+                store_words(s, snapshot);
+                snapshot += in.half_of(1, 0, 0) * snapshot_words;
+            }
+            wait(memory.seen, parity);
+            parity ^= 1;
+            arrive_warp(memory.written);
+        }
+    }
+    if constexpr (Back)
+        if (in.last) store_state(s, half, in.last + in.state_of(number, head));
+}
+
 /// Walks along Halves halves of the value channels of what one of the blocks from number `before` on has: one half of a
 /// sequence and value head up to its last stretch or, Traced, of all of it, which then writes the states before all
 /// chunks instead of those before stretches; or both halves of one sequence and value head after the other. By a warp
@@ -268,7 +347,7 @@ __device__ __forceinline__ void walk_along(CUtensorMap const& keys, CUtensorMap 
     static_assert(!(Erases && Back) && (Traced || !Back) && (Traced || Halves == 1));
     using layout = state_memory<Halves, Erases>;
     auto& memory = shared_memory<layout>();
-    constexpr int stages = layout::stages, first_group = Erases ? 2 : 1;
+    constexpr int first_group = Erases ? 2 : 1;
     begin_walk(memory);
     int const first_half = Halves == 2 ? 0 : (static_cast<int>(blockIdx.x) - before) % 2;
     int const group = static_cast<int>(threadIdx.x) / 128;
@@ -296,65 +375,9 @@ __device__ __forceinline__ void walk_along(CUtensorMap const& keys, CUtensorMap 
     } else if (group < first_group + Halves) {
         cutlass::arch::warpgroup_reg_alloc<Halves == 2 ? 184 : 200>();
         int const own = Halves == 2 ? group - first_group : 0, half = first_half + own;
-        int parity = 1;
-        ring<stages> r;
-        ring<2> x;
+        along_carry<Halves, Erases> at;
         each([&](walked_head const& walked) {
-            int const number = walked.number, head = walked.head, chunks = walked.chunks;
-            half_state s;
-            load_state(in.initial ? in.initial + in.state_of(number, head) : nullptr, half, s);
-            float* snapshot = in.snapshots + in.half_of(walked.sequence.first_stretch + 1, head, half) * snapshot_words;
-            char* trace = in.states + in.half_of(walked.sequence.first_chunk + (Back ? chunks - 1 : 0), head, half) *
-                                          (state_bytes / 2);
-            int left = every;
-            std::uint32_t v[16];
-            float fading = 0;
-            auto const await_chunk = [&] {
-                wait(memory.full[r.at], r.parity);
-                load_transposed(memory.values[r.at][own], v);
-                fading = memory.gates[r.at].decay[delta_chunk - 1];
-            };
-            if (chunks > 0) await_chunk();
-            for (int c = 0; c < chunks; ++c, x.next()) {
-                std::uint32_t f[32], y[16];
-                if constexpr (Erases || Traced) round_to_operand(s, f);
-                scale(s, fading); // while products are under way, the compiler would await them
-                auto const leave_trace = [&] {
-                    if constexpr (Traced) {
-                        store_trace(f, trace);
-                        trace += (Back ? -1 : 1) * in.half_of(1, 0, 0) * (state_bytes / 2);
-                    }
-                };
-                if constexpr (Erases) {
-                    erase_and_write(memory, r.at, x, f, v, s, leave_trace);
-                } else {
-                    delta_gates const& gates = memory.gates[r.at];
-                    scale_tokens(v, Back ? gates.decay : gates.onward, Back ? in.scale : 1.0f, y);
-                    keep(s);
-                    cute::warpgroup_arrive();
-                    multiply_down(s, y, memory.keys[r.at], true);
-                    cute::warpgroup_commit_batch();
-                    leave_trace();
-                }
-                barrier& read = memory.empty[r.at];
-                r.next();
-                if (c + 1 < chunks) await_chunk();
-                cute::warpgroup_wait<0>();
-                keep(s);
-                if constexpr (!Erases) arrive_warp(read);
-                if (--left == 0 || c + 1 == chunks) {
-                    left = every;
-                    if (!Traced) {
-                        store_words(s, snapshot);
-                        snapshot += in.half_of(1, 0, 0) * snapshot_words;
-                    }
-                    wait(memory.seen, parity);
-                    parity ^= 1;
-                    arrive_warp(memory.written);
-                }
-            }
-            if constexpr (Back)
-                if (in.last) store_state(s, half, in.last + in.state_of(number, head));
+            carry_along<Traced, Halves, Erases, Back>(in, memory, walked, own, half, every, at);
         });
     }
 }

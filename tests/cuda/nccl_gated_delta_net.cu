@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The gated delta net layer of tensors on devices: the host's results and gradients, in place and by heads.
+// The gated delta net layer of tensors on devices: the host's results, gradients and decoding, in place and by heads.
+#include <cpx/ops/decode.hpp>
 #include <cpx/ops/gated_delta_net_backward.hpp>
 
 #include <cpx/ops/cuda/causal_conv1d.hpp>
@@ -14,6 +15,7 @@
 #include "group.hpp"
 
 #include <ops/backward.hpp>
+#include <support/rejects.hpp>
 
 #include <functional>
 #include <mutex>
@@ -165,6 +167,60 @@ results on_gpus(group& gpus, layer<float> const& p, floats const& dy, S const& s
     return r;
 }
 
+/// Whole lengths are those of a prompt and as many tokens more.
+constexpr index_t decoded_tokens = 6;
+
+/// Computes y of whole sequences: of the prompts at once, on `sharding`, then of a token of each at a time, on the ranks
+/// where the prompts end. `make(sharding, rank)` returns the layer, whose states stay where they are.
+template <class S, class Make>
+floats decode_on_gpus(group& gpus, layer<float> const& p, S const& sharding, Make const& make) {
+    floats whole(p.x.size(), NAN);
+    floats const weights = joined(p.weights);
+    std::mutex guard;
+    gpus.run([&](cpx::nccl& comm, auto const& meet) {
+        cpx::cuda::stream const stream;
+        {
+            on_gpu by(comm, stream, meet);
+            int const rank = comm.rank();
+            index_t const hidden = p.config.hidden;
+            auto const memory = by.comm.memory();
+            auto w = memory.template zeros<float>("test", {std::ssize(weights)});
+            memory.write(w.data(), std::span<float const>(weights));
+            auto const of_w = parameters<float const>(w.data(), p.config);
+            cpx::gated_delta_net_cache<float, cpx::cuda::memory> cache(p.config, make(sharding, rank).states(), memory);
+            auto const step = [&](auto const& of, auto const& first) { // first(s): how many tokens of s have been
+                std::vector<index_t> rows;
+                of.for_each_piece(rank, [&](cpx::range piece) {
+                    for (index_t row = piece.first, s = 0; row < piece.last; ++row) {
+                        while (row >= of.batch().offset(s + 1)) ++s;
+                        rows.push_back(p.batch.offset(s) + first(s) + row - of.batch().offset(s));
+                    }
+                });
+                floats values;
+                for (index_t const row : rows)
+                    values.insert(values.end(), p.x.begin() + row * hidden, p.x.begin() + (row + 1) * hidden);
+                auto x = cpx::make_tensor<float>(of, rank, hidden, memory),
+                     y = cpx::make_tensor<float>(of, rank, hidden, memory);
+                x.write(values);
+                make(of, rank)(of_w, x, y, by, {.state = cache.view()});
+                by.comm.meet();
+                values = y.read();
+                std::lock_guard const lock(guard);
+                for (std::size_t i = 0; i < rows.size(); ++i)
+                    std::copy_n(values.begin() + static_cast<index_t>(i) * hidden, hidden,
+                                whole.begin() + rows[i] * hidden);
+            };
+            step(sharding, [](index_t) { return index_t{0}; });
+            auto const ends = cpx::sequence_ends(sharding);
+            for (index_t t = 0; t < decoded_tokens; ++t)
+                step(ends, [&](index_t s) { return sharding.batch().length(s) + t; });
+        }
+        meet();
+    });
+    gpus.share(whole);
+    return whole;
+}
+
 void check_close(results const& got, results const& expected) {
     CHECK(on_ranks::relative_error(got.y, expected.y) <= 1e-5);
     CHECK(on_ranks::relative_error(got.dx, expected.dx) <= 1e-5);
@@ -207,5 +263,77 @@ TEST_SUITE("cuda") {
                                                            relayout(back, any, rank), config);
                            }),
                    alone);
+    }
+
+    TEST_CASE("decoding on GPUs after prompts of any length is the host's layer over whole sequences") {
+        if (!has_gpus(2)) return;
+        cpx::gated_delta_net_config const config{48, {2, 4, 24, 40}, 4, 64, 1e-6};
+        std::vector<index_t> const prompt{37, 0, 1, 130, 3, 2, 71};
+        auto whole = prompt;
+        for (index_t& n : whole) n += decoded_tokens;
+        auto const p = reference::random_layer<float>(support::lengths(whole), config, true, 5);
+        auto const expected = reference::run<cpx::serial>(p, on_ranks::one_rank(p.batch));
+        auto const of_prompt = support::lengths(prompt);
+        auto const check = [&](floats const& got) { CHECK(on_ranks::relative_error(got, expected) <= 1e-5); };
+        auto const in_place = [&]<class How>(How, group& on, auto const& sharding) {
+            check(decode_on_gpus(on, p, sharding, [&](auto const& of, int rank) {
+                return cpx::gated_delta_net(cpx::carry<How>(of, rank), config);
+            }));
+        };
+        group one(1), gpus(2);
+        in_place(cpx::serial{}, one, cpx::shard(of_prompt, cpx::zigzag<>(1)));
+        in_place(cpx::serial{}, gpus, cpx::shard(of_prompt, cpx::zigzag<>(2)));
+        in_place(cpx::scan{}, gpus, cpx::shard(of_prompt, cpx::striped<>(2)));
+
+        using by_heads = cpx::head_sharded<>;
+        check(decode_on_gpus(gpus, p, cpx::shard(of_prompt, cpx::striped<>(2)), [&](auto const& of, int rank) {
+            by_heads const mix(2, of.batch(), config.sections()), back(2, of.batch(), config.output_sections());
+            return cpx::gated_delta_net(cpx::carry<cpx::serial>(mix, rank), relayout(of, mix, rank),
+                                        relayout(back, of, rank), config);
+        }));
+    }
+
+    TEST_CASE(
+        "a gated delta net on GPUs refuses sizes that they do not have and memory of the host, before it begins") {
+        if (!has_gpus(1)) return;
+        group one(1);
+        one.run([](cpx::nccl& joined, auto const& meet) {
+            cpx::cuda::stream const stream;
+            on_gpu by(joined, stream, meet);
+            auto const sharding = on_ranks::one_rank(support::lengths({5}));
+            auto const memory = by.comm.memory();
+            auto const x = cpx::make_tensor<float>(sharding, 0, 8, memory);
+            auto y = cpx::make_tensor<float>(sharding, 0, 8, memory);
+            cpx::gated_delta_net_config const right{8, {1, 2, 4, 6}, 4, 64, 1e-6};
+            floats const ones(4096, 1.0f);
+            auto w = memory.template zeros<float>("test", {4096});
+            memory.write(w.data(), std::span<float const>(ones));
+            auto const call = [&](auto change, bool on_device, float* state) {
+                auto config = right;
+                change(config);
+                cpx::gated_delta_net const net(cpx::carry<cpx::serial>(sharding, 0), config);
+                auto const widths = net.widths();
+                cpx::gated_delta_net_state<float, cpx::cuda::memory> states;
+                if (state) states.recurrent = rows<float>(state, 1, widths.recurrent);
+                net(parameters<float const>(on_device ? w.data() : ones.data(), config), x, y, by, {.state = states});
+            };
+            auto const refused = [&](std::string const& text, auto change, bool on_device, float* state) {
+                support::rejects({"nccl_gated_delta_net.cu", "gated_delta_net: " + text},
+                                 [&] { call(change, on_device, state); });
+            };
+            floats state(4096);
+            auto const nothing = [](auto&) {};
+            refused(
+                "chunk: expected 64, of tensors on devices, got 32", [](auto& c) { c.chunk = 32; }, true, nullptr);
+            refused(
+                "key_dim: expected from 1 to 256, of tensors on devices, got 257",
+                [](auto& c) { c.heads.key_dim = 257; }, true, nullptr);
+            refused("in_proj_qkv.weight: expected memory of the current device", nothing, false, nullptr);
+            refused("recurrent state: expected memory of the current device", nothing, true, state.data());
+            CHECK(y.read() == floats(40));
+            call(nothing, true, nullptr);
+            by.comm.wait();
+            CHECK(y.read() != floats(40));
+        });
     }
 }

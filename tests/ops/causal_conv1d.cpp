@@ -2,8 +2,11 @@
 #include <cpx/ops/causal_conv1d.hpp>
 
 #include <cpx/ops/sections.hpp>
+#include <cpx/plan/edges.hpp>
 
 #include <doctest/doctest.h>
+
+#include <atomic>
 
 #include <ops/on_ranks.hpp>
 #include <ops/reference.hpp>
@@ -29,6 +32,42 @@ std::vector<conv<T>> problems() {
                                           odd ? cpx::activation::silu : cpx::activation::none, list.size()));
         }
     return list;
+}
+
+/// Returns how many rows of `rows_before` and `newest_rows` are not those of their tokens, and counts sequences that end.
+/// A row is told by its sequence and token, also where it stands in the states or comes from another rank.
+index_t strange_rows(by_tokens const& sharding, index_t reach, cpx::threads& comm, std::atomic<index_t>& ended) {
+    auto const p = cpx::halo(sharding, comm.rank(), reach);
+    cpx::thd const& batch = sharding.batch();
+    index_t const window = reach + 1;
+    auto const tag = [](index_t sequence, index_t token) { return static_cast<double>(1000 * sequence + token); };
+    std::vector<double> all(static_cast<std::size_t>(p.source_rows + p.target_rows));
+    for (cpx::segment const& s : p.segments)
+        for (index_t i = 0; i < s.count; ++i) all[static_cast<std::size_t>(s.row + i)] = tag(s.sequence, s.token + i);
+    cpx::detail::exchange_rows(p, cpx::rows<double const>(all.data(), p.source_rows, 1),
+                               cpx::rows<double>(all.data() + p.source_rows, p.target_rows, 1), comm,
+                               cpx::caller::here(), "test");
+    for (index_t s = 0; s < batch.sequences(); ++s)
+        for (index_t token = -window; token < 0; ++token) all.push_back(tag(s, token));
+    auto const is = [&](index_t row, index_t sequence, index_t token) {
+        return row >= 0 && row < std::ssize(all) && all[static_cast<std::size_t>(row)] == tag(sequence, token);
+    };
+    index_t strange = 0;
+    auto const begin = cpx::rows_before(p, false), go_on = cpx::rows_before(p, true);
+    for (std::size_t i = 0; i < p.segments.size(); ++i)
+        for (index_t back = reach; back > 0; --back) {
+            index_t const token = p.segments[i].token - back, s = p.segments[i].sequence;
+            std::size_t const place = (i + 1) * static_cast<std::size_t>(reach) - static_cast<std::size_t>(back);
+            strange += !is(go_on[place], s, token);
+            strange += token < 0 ? begin[place] != -1 : begin[place] != go_on[place];
+        }
+    auto const newest = cpx::newest_rows(p);
+    ended += std::ssize(newest) / (2 * window);
+    for (std::size_t i = 0; i < newest.size(); i += 2) {
+        index_t const s = newest[i] / window, tap = newest[i] % window;
+        strange += !is(newest[i + 1], s, batch.length(s) - window + tap);
+    }
+    return strange;
 }
 
 /// Calls `f(name, sharding)` with layouts of their own types: static ones, a length rule and a layout of this test.
@@ -315,6 +354,22 @@ TEST_SUITE("ops") {
                     }
                 }
         }
+    }
+
+    TEST_CASE("rows before segments and newest rows of sequences that go on are those of their tokens") {
+        for (auto const& list : std::vector<std::vector<index_t>>{{5, 1, 0, 12, 3}, {37, 8, 21}, {0, 2}, {}})
+            for (int const ranks : {1, 3, 5})
+                for_each_sharding(lengths(list), ranks, {1, 4}, [&](std::string const& name, auto const& sharding) {
+                    CAPTURE(name);
+                    for (index_t const reach : {0, 3, 7}) {
+                        CAPTURE(reach);
+                        std::atomic<index_t> strange = 0, ended = 0;
+                        cpx::threads::run(
+                            ranks, [&](cpx::threads& comm) { strange += strange_rows(sharding, reach, comm, ended); });
+                        CHECK(strange == 0);
+                        CHECK(ended == sharding.batch().sequences());
+                    }
+                });
     }
 
     TEST_CASE("the convolution rejects what does not fit, before anything moves") {

@@ -32,25 +32,41 @@ void launch_convolution(void (*kernel)(P...), index_t blocks, dim3 threads, cuda
     check(cudaLaunchKernelEx(&config, kernel, arguments...), "cudaLaunchKernelEx", here);
 }
 
-/// Checks what all calls are given and returns it as the kernels want it.
+/// What the rows of a convolution have to fit.
+struct conv_sizes {
+    index_t rows, taps, halo_rows;
+    int device;
+    bool has_backward;
+};
+inline conv_sizes sizes_of(conv_plan const& plan) {
+    return {plan.rows(), plan.taps(), plan.halo_rows(), plan.device(), plan.has_backward()};
+}
+
+/// Throws `cpx::error` unless what all calls are given fits.
 template <class T, class W>
-kernels::conv_input<T> conv_given(char const* where, conv_plan const& plan, rows<T const> x, rows<T const> halo,
-                                  rows<W> weight, std::type_identity_t<std::span<W const>> bias, caller here) {
+void require_conv_input(char const* where, conv_sizes const& fit, rows<T const> x, rows<T const> halo, rows<W> weight,
+                        std::type_identity_t<std::span<W const>> bias, caller here) {
+    index_t const channels = weight.count();
+    require(current_device() == fit.device, where, "current device", fit.device, current_device(), here);
+    require(weight.width() == fit.taps, where, "width of weight", fit.taps, weight.width(), here);
+    require(bias.empty() || std::ssize(bias) == channels, where, "size of bias", channels, bias.size(), here);
+    require_rows(where, "weight", weight, channels, fit.taps, here);
+    require_memory(where, "bias", bias, here);
+    require_rows(where, "x", x, fit.rows, channels, here);
+    require_rows(where, "halo", halo, fit.halo_rows, channels, here);
+}
+
+/// Returns what all calls are given, which fits, as the kernels want it.
+template <class T, class W>
+kernels::conv_input<T> conv_given(conv_plan const& plan, rows<T const> x, rows<T const> halo, rows<W> weight,
+                                  std::type_identity_t<std::span<W const>> bias) {
     using number = std::remove_const_t<W>;
     static_assert(gpu_number<T>, "cpx: causal_conv1d of elements that are not float, __nv_bfloat16 or __half");
     static_assert(std::same_as<number, float> || std::same_as<number, T>,
                   "cpx: causal_conv1d with a weight that is neither float nor of the elements of x");
-    index_t const channels = weight.count();
-    require(current_device() == plan.device(), where, "current device", plan.device(), current_device(), here);
-    require(weight.width() == plan.taps(), where, "width of weight", plan.taps(), weight.width(), here);
-    require(bias.empty() || std::ssize(bias) == channels, where, "size of bias", channels, bias.size(), here);
-    require_rows(where, "weight", weight, channels, plan.taps(), here);
-    require_memory(where, "bias", bias, here);
-    require_rows(where, "x", x, plan.rows(), channels, here);
-    require_rows(where, "halo", halo, plan.halo_rows(), channels, here);
     kernels::conv_input<T> in{};
     in.rows = plan.rows();
-    in.channels = channels;
+    in.channels = weight.count();
     in.segments = static_cast<int>(plan.segments());
     in.x = conv_view(x);
     in.halo = conv_view(halo);
@@ -65,17 +81,18 @@ kernels::conv_input<T> conv_given(char const* where, conv_plan const& plan, rows
 }
 
 /// Returns whether x, its halo, the weight, and `y`, a result or its gradient, can be read and written in vectors of 16
-/// bytes: there are 4 taps, the weight is dense, and everything is aligned. Throws `cpx::error` if they cannot, and
-/// heads of `y` are to be normalised.
+/// bytes: there are 4 taps, the weight is dense, and everything is aligned.
 template <class T, class W, class Y>
-bool conv_in_vectors(char const* where, rows<T const> x, rows<T const> halo, rows<W> weight, Y const& y, caller here) {
+bool conv_in_vectors(rows<T const> x, rows<T const> halo, rows<W> weight, Y const& y) {
     index_t const row = weight.count() * static_cast<index_t>(sizeof(T));
-    bool const vectors = weight.width() == 4 && weight.stride() == 4 &&
-                         vector_bytes({address(weight.data()), row}) == 16 && in_vectors(x) && in_vectors(halo) &&
-                         in_vectors(y);
-    require(vectors || !normalises(y), where, "taps and alignment for heads to be normalised",
-            "4, and rows at multiples of 16 bytes", "others", here);
-    return vectors;
+    return weight.width() == 4 && weight.stride() == 4 && vector_bytes({address(weight.data()), row}) == 16 &&
+           in_vectors(x) && in_vectors(halo) && in_vectors(y);
+}
+/// Throws `cpx::error` if they cannot, and heads of `y` are to be normalised.
+template <class T, class W, class Y>
+void require_vectors(char const* where, rows<T const> x, rows<T const> halo, rows<W> weight, Y const& y, caller here) {
+    require(!normalises(y) || conv_in_vectors<T>(x, halo, weight, y), where,
+            "taps and alignment for heads to be normalised", "4, and rows at multiples of 16 bytes", "others", here);
 }
 
 /// Throws `cpx::error` if what a call writes, such as `y`, overlaps what it reads or something else that it writes.
@@ -89,7 +106,7 @@ void require_apart_from_inputs(char const* where, Written const& written, rows<T
 
 /// What kernels are given, of arguments that fit. `vectors`: whether they may read and write 16 bytes at once.
 template <class T, class Out>
-struct checked_convolution {
+struct convolution_call {
     kernels::conv_input<T> given;
     Out out;
     bool vectors;
@@ -115,21 +132,27 @@ auto in_form(Y const& y) {
         return rows<T>(y);
 }
 
+/// Throws `cpx::error` unless a convolution fits, whose `y` is rows or parts.
 template <class T, class W, class Y>
-auto check_convolution(conv_plan const& plan, rows<T const> x, rows<T const> halo, rows<W> weight,
+void check_convolution(conv_sizes const& fit, rows<T const> x, rows<T const> halo, rows<W> weight,
                        std::type_identity_t<std::span<W const>> bias, activation act, Y const& y, caller here) {
     char const* const where = "cuda::causal_conv1d";
     cpx::detail::require_activation(where, act, here);
-    auto const result = in_form<T>(y);
-    auto const given = conv_given<T>(where, plan, x, halo, weight, bias, here);
-    auto out = result_given(where, "y", result, plan.rows(), given.channels, here);
-    bool const vectors = conv_in_vectors<T>(where, x, halo, weight, result, here);
-    require_apart_from_inputs<T>(where, operands("y", result), x, halo, weight, bias, here);
-    return checked_convolution<T, decltype(out)>{given, out, vectors};
+    require_conv_input<T>(where, fit, x, halo, weight, bias, here);
+    require_result(where, "y", y, fit.rows, weight.count(), here);
+    require_vectors<T>(where, x, halo, weight, y, here);
+    require_apart_from_inputs<T>(where, operands("y", y), x, halo, weight, bias, here);
+}
+template <class T, class W, class Y>
+auto convolution_of(conv_plan const& plan, rows<T const> x, rows<T const> halo, rows<W> weight,
+                    std::type_identity_t<std::span<W const>> bias, Y const& y) {
+    auto const out = result_given(y);
+    return convolution_call<T, std::remove_const_t<decltype(out)>>{conv_given<T>(plan, x, halo, weight, bias), out,
+                                                                   conv_in_vectors<T>(x, halo, weight, y)};
 }
 
 template <class T, class Out>
-void launch_forward(conv_plan const& plan, checked_convolution<T, Out> call, activation act, cudaStream_t in,
+void launch_forward(conv_plan const& plan, convolution_call<T, Out> call, activation act, cudaStream_t in,
                     caller here) {
     auto& given = call.given;
     if (given.rows * given.channels == 0) return;
@@ -174,8 +197,10 @@ template <class A, class W, conv_result<std::remove_const_t<A>> Y>
 void causal_conv1d(conv_plan const& plan, rows<A> x, std::type_identity_t<rows<A const>> halo, rows<W> weight,
                    std::type_identity_t<std::span<W const>> bias, activation act, Y const& y, cudaStream_t in,
                    caller here = caller::here()) {
-    auto const call = detail::check_convolution<std::remove_const_t<A>>(plan, x, halo, weight, bias, act, y, here);
-    detail::launch_forward(plan, call, act, in, here);
+    using T = std::remove_const_t<A>;
+    auto const result = detail::in_form<T>(y);
+    detail::check_convolution<T>(detail::sizes_of(plan), x, halo, weight, bias, act, result, here);
+    detail::launch_forward(plan, detail::convolution_of<T>(plan, x, halo, weight, bias, result), act, in, here);
 }
 
 /// Computes the edge rows of dz = dy act'(z), which an exchange with `plan.edge_exchange()` then brings to other ranks:
@@ -195,13 +220,13 @@ void causal_conv1d_backward_edge(conv_plan const& plan, rows<A> x, std::type_ide
     cpx::detail::require_activation(where, act, here);
     require(plan.has_backward(), where, "plan of rows after the segments", "one", "none", here);
     auto const given_dy = in_form<T const>(dy);
-    auto const given = conv_given<T>(where, plan, x, halo, weight, bias, here);
-    auto const from = result_given(where, "dy", given_dy, plan.rows(), given.channels, here);
-    require_rows(where, "edge", edge, plan.edge_rows(), given.channels, here);
-    conv_in_vectors<T>(where, x, halo, weight, given_dy, here); // refused here, not after an exchange
+    require_conv_input<T>(where, sizes_of(plan), x, halo, weight, bias, here);
+    require_result(where, "dy", given_dy, plan.rows(), weight.count(), here);
+    require_rows(where, "edge", edge, plan.edge_rows(), weight.count(), here);
+    require_vectors<T>(where, x, halo, weight, given_dy, here); // refused here, not after an exchange
     require_apart_from_inputs<T>(where, std::array{operand("edge", edge)}, x, halo, weight, bias, here);
     require_apart(where, std::array{operand("edge", edge)}, operands("dy", given_dy), here);
-    launch_edge(plan, given, from, act, edge, in, here);
+    launch_edge(plan, conv_given<T>(plan, x, halo, weight, bias), result_given(given_dy), act, edge, in, here);
 }
 
 /// What the backward of a convolution computes: of bare rows, or of rows with their sharding (see conv_exchange.hpp).
@@ -235,46 +260,61 @@ inline index_t causal_conv1d_workspace(conv_plan const& plan, index_t channels) 
 
 namespace detail {
 
+/// Throws `cpx::error` unless a backward fits, whose `dy` is rows or parts.
 template <class T, class W, class Dy>
-auto check_backward(conv_plan const& plan, rows<T const> x, rows<T const> halo, rows<W> weight,
-                    std::type_identity_t<std::span<W const>> bias, Dy const& dy, rows<float const> edge,
-                    rows<float const> dz_halo, causal_conv1d_gradients<T> const& to, caller here) {
+void check_backward(conv_sizes const& fit, rows<T const> x, rows<T const> halo, rows<W> weight,
+                    std::type_identity_t<std::span<W const>> bias, activation act, Dy const& dy,
+                    causal_conv1d_gradients<T> const& to, caller here) {
     char const* const where = "cuda::causal_conv1d_backward";
-    auto const given_dy = in_form<T const>(dy);
-    auto const given = conv_given<T>(where, plan, x, halo, weight, bias, here);
-    index_t const channels = given.channels;
-    require(plan.has_backward(), where, "plan of rows after the segments", "one", "none", here);
-    require_rows(where, "dx", to.dx, plan.rows(), channels, here);
-    if (to.dweight.data()) require_rows(where, "dweight", to.dweight, channels, plan.taps(), here);
+    index_t const channels = weight.count();
+    cpx::detail::require_activation(where, act, here);
+    require_conv_input<T>(where, fit, x, halo, weight, bias, here);
+    require(fit.has_backward, where, "plan of rows after the segments", "one", "none", here);
+    require_rows(where, "dx", to.dx, fit.rows, channels, here);
+    if (to.dweight.data()) require_rows(where, "dweight", to.dweight, channels, fit.taps, here);
     require(to.dbias.empty() || std::ssize(to.dbias) == channels, where, "size of dbias", channels, to.dbias.size(),
             here);
     require_memory(where, "dbias", to.dbias, here);
+    require_result(where, "dy", dy, fit.rows, channels, here);
+    require_vectors<T>(where, x, halo, weight, dy, here);
+    require(!normalises(dy) || in_vectors(to.dx), where, "alignment of dx", "16 bytes, for heads that were normalised",
+            "another", here);
+    std::array const written{operand("dx", to.dx), operand("dweight", to.dweight), operand("dbias", to.dbias),
+                             operand("workspace", to.workspace)};
+    require_apart_from_inputs<T>(where, written, x, halo, weight, bias, here);
+    require_apart(where, written, operands("dy", dy), here);
+}
+template <class T, class W, class Dy>
+auto backward_of(conv_plan const& plan, rows<T const> x, rows<T const> halo, rows<W> weight,
+                 std::type_identity_t<std::span<W const>> bias, Dy const& dy, rows<float const> edge,
+                 rows<float const> dz_halo, causal_conv1d_gradients<T> const& to) {
+    auto const from = result_given(dy);
+    bool const sums = to.dweight.data() || !to.dbias.empty();
+    return convolution_call<T, kernels::conv_backward<T, std::remove_const_t<decltype(from)>>>{
+        conv_given<T>(plan, x, halo, weight, bias),
+        {from, conv_view(to.dx), conv_view(edge), conv_view(dz_halo), plan.edge_rows(), plan.after(),
+         sums ? to.workspace.data() : nullptr},
+        conv_in_vectors<T>(x, halo, weight, dy) && in_vectors(to.dx)};
+}
+
+/// Throws `cpx::error` unless what a backward is given by exchanges, and its workspace, fit.
+template <class T>
+void require_brought(conv_plan const& plan, index_t channels, rows<float const> edge, rows<float const> dz_halo,
+                     causal_conv1d_gradients<T> const& to, caller here) {
+    char const* const where = "cuda::causal_conv1d_backward";
     bool const sums = to.dweight.data() || !to.dbias.empty();
     index_t const wanted = sums ? causal_conv1d_workspace(plan, channels) : 0;
     require(std::ssize(to.workspace) >= wanted, where, "size of the workspace", wanted, to.workspace.size(), here);
     require(vector_bytes({address(to.workspace.data())}) == 16, where, "address of the workspace",
             "a multiple of 16 bytes", "another", here);
     if (wanted > 0) require_memory(where, "workspace", to.workspace, here);
-    auto from = result_given(where, "dy", given_dy, plan.rows(), channels, here);
     require_rows(where, "edge", edge, plan.edge_rows(), channels, here);
     require_rows(where, "dz_halo", dz_halo, plan.dz_halo_rows(), channels, here);
-    bool const vectors = conv_in_vectors<T>(where, x, halo, weight, given_dy, here) && in_vectors(to.dx);
-    require(vectors || !normalises(given_dy), where, "alignment of dx", "16 bytes, for heads that were normalised",
-            "another", here);
-    std::array const written{operand("dx", to.dx), operand("dweight", to.dweight), operand("dbias", to.dbias),
-                             operand("workspace", to.workspace)};
-    require_apart_from_inputs<T>(where, written, x, halo, weight, bias, here);
-    require_apart(where, written, operands("dy", given_dy), here);
     require_apart(where, {{"dx", to.dx}}, {{"edge", edge}, {"dz_halo", dz_halo}}, here);
-    float* const workspace = sums ? to.workspace.data() : nullptr;
-    return checked_convolution<T, kernels::conv_backward<T, decltype(from)>>{
-        given,
-        {from, conv_view(to.dx), conv_view(edge), conv_view(dz_halo), plan.edge_rows(), plan.after(), workspace},
-        vectors};
 }
 
 template <class T, class Dy>
-void launch_backward(conv_plan const& plan, checked_convolution<T, kernels::conv_backward<T, Dy>> call, activation act,
+void launch_backward(conv_plan const& plan, convolution_call<T, kernels::conv_backward<T, Dy>> call, activation act,
                      causal_conv1d_gradients<T> const& to, cudaStream_t in, caller here) {
     auto& given = call.given;
     index_t const channels = given.channels;
@@ -311,7 +351,10 @@ void causal_conv1d_backward(conv_plan const& plan, rows<A> x, std::type_identity
                             std::type_identity_t<causal_conv1d_gradients<std::remove_const_t<A>>> const& to,
                             cudaStream_t in, caller here = caller::here()) {
     using T = std::remove_const_t<A>;
-    auto const call = detail::check_backward<T>(plan, x, halo, weight, bias, dy, edge, dz_halo, to, here);
+    auto const given_dy = detail::in_form<T const>(dy);
+    detail::check_backward<T>(detail::sizes_of(plan), x, halo, weight, bias, act, given_dy, to, here);
+    detail::require_brought<T>(plan, weight.count(), edge, dz_halo, to, here);
+    auto const call = detail::backward_of<T>(plan, x, halo, weight, bias, given_dy, edge, dz_halo, to);
     detail::launch_backward(plan, call, act, to, in, here);
 }
 

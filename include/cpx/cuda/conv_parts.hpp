@@ -72,23 +72,18 @@ std::array<operand, kernels::conv_most_parts> operands(char const* what, Y const
     return list;
 }
 
-/// Checks a result, or its gradient, of (count, channels), and returns it as kernels want it.
+/// Throws `cpx::error` unless a result, or its gradient, is (count, channels).
 template <class T>
-kernels::conv_rows<T> result_given(char const* where, char const* what, rows<T> whole, index_t count, index_t channels,
-                                   caller here) {
+void require_result(char const* where, char const* what, rows<T> whole, index_t count, index_t channels, caller here) {
     require_rows(where, what, whole, count, channels, here);
-    return conv_view(whole);
 }
 template <class T>
-kernels::conv_parts<T> result_given(char const* where, char const* what, conv_parts<T> const& parts, index_t count,
-                                    index_t channels, caller here) {
-    kernels::conv_parts<T> to{};
-    to.epsilon = parts.epsilon;
+void require_result(char const* where, char const* what, conv_parts<T> const& parts, index_t count, index_t channels,
+                    caller here) {
     constexpr index_t vector = 16 / static_cast<index_t>(sizeof(T));
     index_t end = 0;
     for (std::size_t p = 0; p < parts.part.size(); ++p) {
         auto const& [data, head_dim] = parts.part[p];
-        to.end[p] = end;
         if (data.width() == 0 && head_dim == 0) continue;
         std::string const name = "part " + std::to_string(p) + " of " + what;
         require_rows(where, name.c_str(), data, count, data.width(), here);
@@ -102,12 +97,28 @@ kernels::conv_parts<T> result_given(char const* where, char const* what, conv_pa
                     ("first channel and width of " + name).c_str(),
                     "multiples of head_dim, " + std::to_string(head_dim),
                     std::to_string(end) + ", " + std::to_string(data.width()), here);
-            to.lanes[p] = static_cast<int>(lanes);
         }
-        to.rows[p] = conv_view(data);
-        to.end[p] = end += data.width();
+        end += data.width();
     }
     require(end == channels, where, (std::string("channels of all parts of ") + what).c_str(), channels, end, here);
+}
+
+/// Returns it as kernels want it.
+template <class T>
+kernels::conv_rows<T> result_given(rows<T> whole) {
+    return conv_view(whole);
+}
+template <class T>
+kernels::conv_parts<T> result_given(conv_parts<T> const& parts) {
+    kernels::conv_parts<T> to{};
+    to.epsilon = parts.epsilon;
+    index_t end = 0;
+    for (std::size_t p = 0; p < parts.part.size(); ++p) {
+        auto const& [data, head_dim] = parts.part[p];
+        to.rows[p] = conv_view(data);
+        to.end[p] = end += data.width();
+        to.lanes[p] = static_cast<int>(head_dim * static_cast<index_t>(sizeof(T)) / 16);
+    }
     return to;
 }
 

@@ -14,9 +14,10 @@
 
 namespace cpx::cuda {
 
-/// The most rows and segments of a rank.
+/// The most rows and segments of a rank; and whether sequences go on, see `rows_before`.
 struct conv_room {
     index_t rows = 0, segments = 0;
+    bool go_on = false;
 };
 
 /// Where one rank's segments begin, and which rows stand beside them: made once a batch, used by every layer, or once
@@ -43,9 +44,10 @@ public:
     /// Also for plans that come later, if there is room for any; without `after`, for the forward alone.
     template <any_sharding S>
     conv_plan(halo_plan<S> const& before, halo_plan<S> const* after, conv_room most, caller here = caller::here())
-        : reach_(before.reach), has_backward_(after != nullptr), most_(std::max(most.rows, before.source_rows)) {
+        : reach_(before.reach), has_backward_(after != nullptr), go_on_(most.go_on),
+          most_(std::max(most.rows, before.source_rows)) {
         // refuses what does not fit also where there is no device
-        now_ = conv_batch_of("cuda::conv_plan", before, after, kernels::conv_max_taps, here);
+        now_ = conv_batch_of("cuda::conv_plan", before, after, kernels::conv_max_taps, go_on_, here);
         auto& tables = now_.tables;
         device_ = current_device();
         check(cudaDeviceGetAttribute(&multiprocessors_, cudaDevAttrMultiProcessorCount, device_),
@@ -65,7 +67,7 @@ public:
         char const* const where = "cuda::conv_plan";
         require(room_ && before.reach == reach_ && (after != nullptr) == has_backward_, where, "plan to set",
                 "one of the taps and sides of the first, and room for others", "another", here);
-        auto next = conv_batch_of(where, before, after, kernels::conv_max_taps, here);
+        auto next = conv_batch_of(where, before, after, kernels::conv_max_taps, go_on_, here);
         auto const& tables = next.tables;
         require(next.rows <= most_ && std::ssize(tables) <= tables_.size(), where, "rows and numbers of the plan",
                 "at most " + std::to_string(most_) + ", " + std::to_string(tables_.size()),
@@ -99,7 +101,7 @@ public:
 private:
     int device_ = 0, multiprocessors_ = 1;
     index_t reach_;
-    bool has_backward_;
+    bool has_backward_, go_on_;
     index_t most_;
     conv_batch now_;
     buffer<index_t> tables_; ///< one behind the other

@@ -86,19 +86,11 @@ struct convolution {
     char const* where = "causal_conv1d";
 };
 
-/// Throws unless all fits.
-template <class T, any_sharding S>
-void check(convolution<T, S> const& of, caller here) {
+/// Throws unless states fit, and what is written is apart from the rest.
+template <class T, any_sharding S, any_memory M>
+void check_states(convolution<T, S, M> const& of, caller here) {
     auto const& [plan, x, weight, bias, act, y, states, where] = of;
-    require_place(where, "x", x, plan.sharding, plan.rank, "the plan's", here);
-    require_place(where, "y", y, plan.sharding, plan.rank, "the plan's", here);
-    index_t const channels = x.data().width();
-    require_activation(where, act, here);
-    require_taps(where, plan, side::before, weight, channels, here);
-    require(bias.empty() || std::ssize(bias) == channels, where, "size of bias", channels, bias.size(), here);
-    require_shape(where, "x", x.data(), plan.source_rows, channels, here);
-    require_shape(where, "y", y.data(), plan.source_rows, channels, here);
-    index_t const sequences = plan.sharding.batch().sequences(), window = (plan.reach + 1) * channels;
+    index_t const sequences = plan.sharding.batch().sequences(), window = (plan.reach + 1) * x.data().width();
     rows<T const> const all_states[] = {states.initial, states.final};
     for (rows<T const> const& given : all_states)
         if (given.data()) require_shape(where, "states", given, sequences, window, here);
@@ -108,7 +100,22 @@ void check(convolution<T, S> const& of, caller here) {
     require_apart(where, {final}, {initial}, here, in_place::yes);
 }
 
-/// Runs a convolution of which all fits. On devices: `ops/cuda/causal_conv1d.hpp`.
+/// Throws unless all fits. On devices: `ops/cuda/causal_conv1d.hpp`, as all that follows.
+template <class T, any_sharding S, class Comm>
+void check_convolution(convolution<T, S> const& of, Comm const&, caller here) {
+    auto const& [plan, x, weight, bias, act, y, states, where] = of;
+    require_place(where, "x", x, plan.sharding, plan.rank, "the plan's", here);
+    require_place(where, "y", y, plan.sharding, plan.rank, "the plan's", here);
+    index_t const channels = x.data().width();
+    require_activation(where, act, here);
+    require_taps(where, plan, side::before, weight, channels, here);
+    require(bias.empty() || std::ssize(bias) == channels, where, "size of bias", channels, bias.size(), here);
+    require_shape(where, "x", x.data(), plan.source_rows, channels, here);
+    require_shape(where, "y", y.data(), plan.source_rows, channels, here);
+    check_states(of, here);
+}
+
+/// Runs a convolution of which all fits.
 template <class T, any_sharding S, class Comm>
 void convolve(convolution<T, S> const& of, Comm& comm, caller here) {
     halo_plan<S> const& plan = of.plan;
@@ -160,7 +167,7 @@ void convolve(convolution<T, S> const& of, Comm& comm, caller here) {
 /// for decoding: what came before the batch, and what the next one will have to know.
 /// Collective: one exchange of the halo. Any K and segments of any length, a halo may span several ranks.
 /// Bitwise the same on every sharding.
-/// Of tensors on devices: include <cpx/ops/cuda/causal_conv1d.hpp>. Weight and bias are there, too, and no states.
+/// Of tensors on devices: include <cpx/ops/cuda/causal_conv1d.hpp>. Weight, bias and states are there, too.
 ///
 /// Throws `cpx::error` on shapes that do not fit and on overlapping memory, if ranks have other activations or only
 /// some a bias, and what `exchange` throws.
@@ -176,8 +183,8 @@ void causal_conv1d(halo_plan<S> const& plan, X const& x, rows_or_list<element_of
     if constexpr (fits && writes) {
         detail::convolution<element_of<Y>, S, memory_of<X>> const given{
             plan, x.view(), weight.of_width(plan.reach + 1), bias, act, y.view(), states};
-        if constexpr (std::same_as<memory_of<X>, host_memory>) detail::check(given, here);
-        convolve(given, comm, here); // on devices this checks
+        check_convolution(given, comm, here);
+        convolve(given, comm, here);
     }
 }
 
@@ -227,8 +234,8 @@ struct convolution_backward {
     char const* where = "causal_conv1d_backward";
 };
 
-template <class T, any_sharding S>
-void check(convolution_backward<T, S> const& of, caller here) {
+template <class T, any_sharding S, class Comm>
+void check_convolution_backward(convolution_backward<T, S> const& of, Comm const&, caller here) {
     auto const& [before, after, x, weight, bias, act, dy, dx, dweight, dbias, order, where] = of;
     for (auto const* plan : {&before, &after})
         require_place(where, "x", x, plan->sharding, plan->rank, "that of the plans", here);
@@ -323,7 +330,7 @@ void causal_conv1d_backward(halo_plan<S> const& before, halo_plan<A> const& afte
         detail::convolution_backward<T, S, memory_of<X>> const given{
             before,   after,   x.view(), weight.of_width(taps), bias, act, dy.view(), to.dx, to.dweight.of_width(taps),
             to.dbias, to.order};
-        if constexpr (std::same_as<memory_of<X>, host_memory>) detail::check(given, here);
+        check_convolution_backward(given, comm, here);
         convolve_backward(given, comm, here);
     }
 }

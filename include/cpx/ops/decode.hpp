@@ -32,35 +32,38 @@ detail::refused sequence_ends(X const&) {
 }
 
 /// Owns the states of one gated delta net layer on one rank, zeros at first: those of sequences that have not begun.
-template <class T>
+template <class T, any_memory M = host_memory>
 class gated_delta_net_cache {
 public:
     static_assert(!std::same_as<T, detail::untold>, "cpx: a gated_delta_net_cache cannot tell its elements; write "
                                                     "gated_delta_net_cache<float>(config, plan)");
 
-    /// `plan`: by what the recurrence carries its states; of its batch only the number of sequences counts.
+    /// `plan`: by what the recurrence carries its states; of its batch only the number of sequences counts. `memory`:
+    /// that of the layer's tensors.
     template <carry_kind How, any_sharding S>
+    gated_delta_net_cache(gated_delta_net_config const& config, carry_plan<How, S> const& plan, M const& memory,
+                          caller here = caller::here())
+        : gated_delta_net_cache(detail::gated_delta_widths<S>(detail::checked(config, here), plan.sharding, plan.rank),
+                                plan.sharding.batch().sequences(), memory, here) {}
+    template <carry_kind How, any_sharding S>
+        requires std::same_as<M, host_memory>
     gated_delta_net_cache(gated_delta_net_config const& config, carry_plan<How, S> const& plan,
                           caller here = caller::here())
-        : sequences_(plan.sharding.batch().sequences()) {
-        detail::gated_delta_widths<S> const n(detail::checked(config, here), plan.sharding, plan.rank);
-        conv_width_ = n.conv;
-        recurrent_width_ = n.recurrent;
-        conv_ = detail::zeros<T>("gated_delta_net_cache", {sequences_, n.conv}, here);
-        recurrent_ = detail::zeros<T>("gated_delta_net_cache", {sequences_, n.recurrent}, here);
-    }
+        : gated_delta_net_cache(config, plan, M(), here) {}
     template <class X = void>
     explicit gated_delta_net_cache(detail::any = {}, detail::any = {}, detail::any = {}) {
         static_assert(detail::never<X>, "cpx: gated_delta_net_cache<T>(config, plan) wants a gated_delta_net_config "
                                         "and the recurrence's carry_plan, such as carry<scan>(sharding, rank) returns");
     }
-    gated_delta_net_state<T> view() {
-        return {{conv_.data(), sequences_, conv_width_}, {recurrent_.data(), sequences_, recurrent_width_}};
-    }
+    gated_delta_net_state<T, M> view() { return {conv_.view(), recurrent_.view()}; }
 
 private:
-    index_t sequences_, conv_width_, recurrent_width_;
-    std::vector<T> conv_, recurrent_;
+    template <any_sharding S>
+    gated_delta_net_cache(detail::gated_delta_widths<S> const& n, index_t sequences, M const& memory, caller here)
+        : conv_(memory, sequences, n.conv, here), recurrent_(memory, sequences, n.recurrent, here) {}
+
+    row_buffer<T, M> conv_;
+    row_buffer<typename M::template sum<T>, M> recurrent_;
 };
 template <class X = void>
 gated_delta_net_cache(detail::any = {}, detail::any = {}, detail::any = {}) -> gated_delta_net_cache<detail::untold>;
@@ -94,7 +97,8 @@ using state_sharding_of = decltype(state_sharding(std::declval<S const&>(), {}))
 
 } // namespace detail
 
-/// Moves the states of gated delta net layers from where a batch left them to where the next one reads them.
+/// Moves the states of gated delta net layers from where a batch left them to where the next one reads them, in the
+/// host's memory. States on devices stay there: decode by heads what was begun by heads, or on `sequence_ends`.
 ///
 /// `from`: the carry plan by which the recurrence ran. `to`: that by which it runs next, over any batch of the same
 /// sequences: by heads, replicated, or by tokens if no sequence has more than one token. To go on by tokens with many

@@ -37,12 +37,13 @@ struct gated_delta_net_config {
 /// What a gated delta net hands from one batch to the next one of the same sequences, for the heads that a rank holds.
 ///
 /// conv: (sequences, kernel * (q + k + v channels)), see `causal_conv1d_states`; recurrent: (sequences, value heads *
-/// key_dim * value_dim). Zeros before the first token. Read where a sequence begins, conv on every rank that holds one
+/// key_dim * value_dim), of what memory M has for sums. Zeros before the first token. Read where a sequence begins, conv on every rank that holds one
 /// of its first kernel - 1 tokens; written in place where it ends. Decoding is a batch of one token a sequence, see
 /// `gated_delta_net_relayout`.
-template <class T>
+template <class T, any_memory M = host_memory>
 struct gated_delta_net_state {
-    field<rows<T>> conv = {}, recurrent = {};
+    field<rows<T>> conv = {};
+    field<rows<typename M::template sum<T>>> recurrent = {};
     detail::no_more end = {};
 };
 
@@ -112,11 +113,16 @@ struct gated_delta_mixer {
     S const& sharding() const { return states.sharding; }
     int rank() const { return states.rank; }
     gated_delta model(char const* where) const { return {config.heads, options, where}; }
+    /// Throws unless the layer may run in this memory, and all that it is given is there.
+    template <any_memory M>
+    void check(char const* where, M const& memory, bool backward, std::span<operand const> given, caller here) const {
+        check_rule_in(memory, where, model(where), sharding(), backward, given, here);
+    }
 
     /// x: rows of `config.sections()`; o: rows of `config.output_sections()`, both for this rank's heads.
     template <class T, any_memory M, class By>
     void operator()(gated_delta_net_weights<T> const& w, sharded<T const, S, M> const& x, sharded<T, S, M> const& o,
-                    gated_delta_net_state<T> const& state, gated_delta_mixed<T, S, M>* saved, By& by, caller here,
+                    gated_delta_net_state<T, M> const& state, gated_delta_mixed<T, S, M>* saved, By& by, caller here,
                     char const* where) const {
         auto const conv = held<T>(true, w.conv, x.memory(), here), A_log = held<T>(false, w.A_log, x.memory(), here),
                    dt_bias = held<T>(false, w.dt_bias, x.memory(), here);
@@ -125,7 +131,7 @@ struct gated_delta_mixer {
         causal_conv1d_states<T> const newest{state.conv, state.conv};
         convolution<T, S, M> const of_qkv{
             before, x.columns(0, widths.qkv()), conv.view(), bias, activation::silu, mixed.view(), newest, where};
-        convolve(of_qkv, by.comm, here); // checked by the layer; a device's checks again
+        convolve(of_qkv, by.comm, here);
         by.ended(before, widths.qkv());
 
         auto gates = made<typename M::template sum<T>>(x.memory(), 2 * widths.values, here);
@@ -135,7 +141,7 @@ struct gated_delta_mixer {
                                                  second(gates.data())},
                          here);
         auto t = tensors(mixed.view(), gates.view(), o, saved ? &saved->states : nullptr);
-        if constexpr (std::same_as<M, host_memory>) t.initial = t.final = state.recurrent;
+        t.initial = t.final = state.recurrent;
         run_delta_rule(states, model(where), t, by.carrier(), here);
         by.ended_states(states, state_shape{widths.values, config.heads.key_dim, config.heads.value_dim});
         if (!saved) return;
@@ -188,7 +194,7 @@ struct gated_delta_mixer {
                                                    dbias,
                                                    order,
                                                    where};
-        convolve_backward(of_qkv, by.comm, here); // checked by the layer; a device's checks again
+        convolve_backward(of_qkv, by.comm, here);
         by.ended();
         auto const add = [&](bool channels, rows<sum const> from, rows<sum> whole) {
             add_held_rows(memory, sharding(), rank(), of(channels), from, whole, here);

@@ -83,10 +83,10 @@ struct gated_delta_net_saved : gated_delta_mixed<T, Mix, M> {
 template <class T, any_sharding S, any_memory M = host_memory>
 struct gated_delta_net_gradients; // see gated_delta_net_backward.hpp
 
-/// What a forward keeps beside its output: states to go on from, on the host, or what the backward needs, or nothing.
+/// What a forward keeps beside its output: states to go on from, or what the backward needs, or nothing.
 template <class T, any_sharding S, any_sharding Mix, any_memory M = host_memory>
 struct gated_delta_net_memory {
-    gated_delta_net_state<T> state = {};
+    gated_delta_net_state<T, M> state = {};
     field<gated_delta_net_saved<T, S, Mix, M>*> saved = nullptr;
     detail::no_more end = {};
 };
@@ -241,8 +241,9 @@ private:
                 here);
         require(x.memory() == rank_memory(by.comm) && y.memory() == x.memory(), where, "memory of x and y",
                 "the communicator's, in its stream", "another", here);
-        require(!goes_on || std::same_as<M, host_memory>, where, "states to go on from", "none, of tensors on devices",
-                "some", here);
+        auto given = operands(w);
+        given.insert(given.end(), {{"x", in}, {"y", y.data()}, conv, recurrent});
+        mixer_.check(where, x.memory(), false, given, here);
         by.linear(in, w.in_proj_qkv, projected.data().columns(0, qkv));
         by.linear(in, w.in_proj_b, projected.data().columns(qkv, heads));
         by.linear(in, w.in_proj_a, projected.data().columns(qkv + heads, heads));
@@ -290,8 +291,8 @@ private:
     }
 
     /// Here, for the operators that read the states would find out one after the other, with an exchange between.
-    template <class T>
-    void check(char const* where, gated_delta_net_state<T> const& state, caller here) const {
+    template <class T, class M>
+    void check(char const* where, gated_delta_net_state<T, M> const& state, caller here) const {
         index_t const sequences = mixer_.sharding().batch().sequences();
         auto const& n = mixer_.widths;
         if (state.conv.data()) detail::require_shape(where, "conv state", state.conv, sequences, n.conv, here);

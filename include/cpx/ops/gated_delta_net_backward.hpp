@@ -46,6 +46,8 @@ struct gated_delta_net_backward_pass {
         written.push_back({"dx", to.dx.data()});
         for (operand const& more : {operand("x", x.data()), operand("dy", dy.data())}) read.push_back(more);
         require_apart(where, written, read, here);
+        read.insert(read.end(), written.begin(), written.end());
+        net.mixer_.check(where, memory, true, read, here);
     }
 
     template <class T, carry_kind How, any_sharding S, any_sharding Mix, any_memory M, class By>

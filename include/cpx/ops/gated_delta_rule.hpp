@@ -104,7 +104,18 @@ inline constexpr bool carries_rule = std::same_as<M, host_memory> && transport<B
 template <any_memory M, class T>
 inline constexpr bool rules_on = true;
 
-/// Runs a gated delta rule of which all fits. On devices, where this is found out: `ops/cuda/gated_delta_rule.hpp`.
+/// Throws unless a memory has the heads of a gated delta rule, and these operands; the host's has.
+template <any_sharding S>
+void check_rule_in(host_memory const&, char const*, gated_delta const&, S const&, bool, std::span<operand const>,
+                   caller) {}
+
+/// Throws unless a gated delta rule and its tensors fit the plan, and runs one of which all fits. On devices:
+/// `ops/cuda/gated_delta_rule.hpp`.
+template <carry_kind How, any_sharding S, class T, class Comm>
+void check_delta_rule(carry_plan<How, S> const& plan, gated_delta const& r, delta_rule_tensors<T, S> const& t,
+                      Comm const&, caller here) {
+    check_recurrence(plan, r, listed(t), here);
+}
 template <carry_kind How, any_sharding S, class T, class Comm>
 void run_delta_rule(carry_plan<How, S> const& plan, gated_delta const& r, delta_rule_tensors<T, S> const& t, Comm& comm,
                     caller here) {
@@ -138,8 +149,7 @@ void gated_delta_rule(carry_plan<How, S> const& plan, delta_rule_tensors<T, X, M
                            "__nv_bfloat16 or __half");
     if constexpr (fits && element) {
         detail::gated_delta const r{heads, options};
-        if constexpr (std::same_as<M, host_memory>) // elsewhere it is checked where it runs
-            detail::check_recurrence(plan, r, detail::listed(t), here);
+        check_delta_rule(plan, r, t, by, here);
         run_delta_rule(plan, r, t, by, here);
     }
 }

@@ -30,7 +30,12 @@ recurrence_gradients<T, S, 5> listed(delta_rule_gradient_tensors<T, S> const& to
     return {to.dout, {to.dq, to.dk, to.dv, to.dg, to.dbeta}, to.dfinal, to.dinitial};
 }
 
-/// Runs the backward of a gated delta rule of which all fits, as `run_delta_rule` the forward.
+/// The same of the backward.
+template <carry_kind How, any_sharding S, class T, class Comm>
+void check_delta_rule_backward(carry_plan<How, S> const& plan, gated_delta const& r, delta_rule_tensors<T, S> const& t,
+                               delta_rule_gradient_tensors<T, S> const& to, Comm const&, caller here) {
+    check_recurrence_backward(plan, r, listed(t), listed(to), here);
+}
 template <carry_kind How, any_sharding S, class T, class Comm>
 void run_delta_rule_backward(carry_plan<How, S> const& plan, gated_delta const& r, delta_rule_tensors<T, S> const& t,
                              delta_rule_gradient_tensors<T, S> const& to, Comm& comm, caller here) {
@@ -61,8 +66,7 @@ void gated_delta_rule_backward(carry_plan<How, S> const& plan, delta_rule_tensor
                            "__nv_bfloat16 or __half");
     if constexpr (fits && same && element) {
         detail::gated_delta const r{heads, options};
-        if constexpr (std::same_as<M, host_memory>) // elsewhere it is checked where it runs
-            detail::check_recurrence_backward(plan, r, detail::listed(t), detail::listed(to), here);
+        check_delta_rule_backward(plan, r, t, to, by, here);
         run_delta_rule_backward(plan, r, t, to, by, here);
     }
 }

@@ -70,6 +70,46 @@ std::vector<lane_plan> edge_lanes(halo_plan<S> const& p) {
     return list;
 }
 
+/// Returns the rows before each segment of a plan of such rows, (segments, reach): those of the halo are numbered after
+/// the rank's own. -1: none; or, of sequences that go on, the rows of their states, which are numbered after the halo's:
+/// the newest reach + 1 rows of each, in token order.
+template <any_sharding S>
+std::vector<index_t> rows_before(halo_plan<S> const& p, bool go_on) {
+    auto list = rows_beside(p, [&](index_t row, bool halo) { return row + (halo ? p.source_rows : 0); });
+    index_t const states = p.source_rows + p.target_rows, window = p.reach + 1;
+    for (std::size_t i = 0; go_on && i < p.segments.size(); ++i)
+        for (index_t token = p.segments[i].token - p.reach; token < 0; ++token)
+            list[static_cast<std::size_t>((static_cast<index_t>(i) + 1) * p.reach + token - p.segments[i].token)] =
+                states + (p.segments[i].sequence + 1) * window + token;
+    return list;
+}
+
+/// Returns the newest reach + 1 rows of sequences that end on this rank, oldest first, each as the row of the states
+/// that it becomes and the row, numbered as above, that it is. A sequence without tokens ends on rank 0.
+template <any_sharding S>
+std::vector<index_t> newest_rows(halo_plan<S> const& p) {
+    std::vector<index_t> list;
+    auto const before = rows_before(p, true);
+    index_t const states = p.source_rows + p.target_rows, window = p.reach + 1;
+    thd const& batch = p.sharding.batch();
+    auto const add = [&](index_t sequence, auto const& row_of) {
+        for (index_t back = window; back > 0; --back)
+            list.insert(list.end(), {(sequence + 1) * window - back, row_of(back)});
+    };
+    for (std::size_t i = 0; i < p.segments.size(); ++i) {
+        segment const& s = p.segments[i];
+        if (s.token + s.count == batch.length(s.sequence))
+            add(s.sequence, [&](index_t back) { // a row before the segment is within reach, for it has one itself
+                auto const place = static_cast<index_t>(i + 1) * p.reach + s.count - back;
+                return back <= s.count ? s.row + s.count - back : before[static_cast<std::size_t>(place)];
+            });
+    }
+    for (index_t s = 0; s < batch.sequences(); ++s)
+        if (batch.length(s) == 0 && (S::every_row || p.rank == 0))
+            add(s, [&](index_t back) { return states + (s + 1) * window - back; });
+    return list;
+}
+
 /// What a causal convolution reads beside a rank's own rows.
 struct conv_batch {
     index_t rows = 0, halo_rows = 0, segments = 0;
@@ -79,12 +119,11 @@ struct conv_batch {
 
 /// Returns the rows of a convolution, of at most `most_taps`. `after`: null if there is no backward.
 ///
-/// Tables: where segments begin, then (segments, reach) rows before. Rows of the halo are numbered after the rank's
-/// own; -1: none. Then (segments, reach) rows after, those of the halo after the edge rows, and what edge rows are
-/// computed from. Throws `cpx::error` on other plans.
+/// Tables: where segments begin, then rows before, see `rows_before`. Then (segments, reach) rows after, those of the
+/// halo after the edge rows, and what edge rows are computed from. Throws `cpx::error` on other plans.
 template <any_sharding S>
 conv_batch conv_batch_of(char const* where, halo_plan<S> const& p, halo_plan<S> const* after, index_t most_taps,
-                         caller here = caller::here()) {
+                         bool go_on, caller here = caller::here()) {
     require(p.where == side::before, where, "side of the halo", "before", "after", here);
     require(
         p.reach < most_taps, where, "taps", [&] { return "at most " + std::to_string(most_taps); }, p.reach + 1, here);
@@ -93,7 +132,7 @@ conv_batch conv_batch_of(char const* where, halo_plan<S> const& p, halo_plan<S> 
     auto const add = [&](std::vector<index_t> const& list) {
         made.tables.insert(made.tables.end(), list.begin(), list.end());
     };
-    auto const before = rows_beside(p, [&](index_t row, bool halo) { return row + (halo ? made.rows : 0); });
+    auto const before = rows_before(p, go_on);
     add(before);
     if (!after) return made;
     require(after->sharding == p.sharding && after->rank == p.rank, where, "plan of rows after",

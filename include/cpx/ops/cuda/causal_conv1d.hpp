@@ -28,16 +28,69 @@ cuda::conv_exchange_options options_of_call(X const& x, activation act, std::spa
 template <std::derived_from<cuda::communicator> Comm>
 inline constexpr bool convolves_by<cuda::memory, Comm> = true;
 
-/// Runs a convolution of tensors on devices, which checks it, too; see `causal_conv1d`.
+template <any_sharding S>
+cuda::detail::conv_sizes conv_sizes_of(halo_plan<S> const& plan, cuda::communicator const& comm) {
+    return {plan.source_rows, plan.reach + 1, 0, comm.nccl_communicator().device(), true};
+}
+template <any_sharding S, class A>
+void require_of(char const* where, char const* what, halo_plan<S> const& plan, index_t channels,
+                sharded<A, S, cuda::memory> const& tensor, cuda::communicator const& comm, caller here) {
+    cuda::detail::require_of(where, what, plan.sharding, plan.rank, comm.stream(), channels, tensor, here);
+}
+
+/// Copies newest rows of sequences to their states; `list`: see `newest_rows`.
+template <class T>
+struct keep_newest {
+    rows<T const> x, halo; ///< the halo's rows, and those of the states before
+    index_t const* list;
+    rows<T> to;
+    __device__ void operator()(index_t i, index_t channel) const {
+        index_t const row = list[2 * i], from = list[2 * i + 1], taps = to.width() / x.width();
+        to(row / taps, row % taps * x.width() + channel) =
+            from < x.count() ? x(from, channel) : halo(from - x.count(), channel);
+    }
+};
+
+/// Throws unless a convolution of tensors on devices fits.
 template <class T, any_sharding S>
-void convolve(convolution<T, S, cuda::memory> const& of, cuda::communicator& comm, caller here) {
-    require(!of.states.initial.data() && !of.states.final.data(), of.where, "states", "none, of tensors on devices",
-            "some", here);
+void check_convolution(convolution<T, S, cuda::memory> const& of, cuda::communicator const& comm, caller here) {
+    char const* const where = "cuda::causal_conv1d";
     require(of.x.memory() == comm.memory(), "causal_conv1d", "memory of x", "the communicator's, in its stream",
             "another", here);
-    auto by = std::make_unique<cuda::conv_exchange<T, S>>(of.plan, of.x.data().width(), comm,
-                                                          options_of_call(of.x, of.act, of.bias), here);
-    cuda::causal_conv1d(*by, of.x, of.weight, of.bias, of.act, of.y, here);
+    index_t const channels = of.x.data().width();
+    require_of(where, "x", of.plan, channels, of.x, comm, here);
+    require_of(where, "y", of.plan, channels, of.y, comm, here);
+    cuda::detail::check_convolution<T>(conv_sizes_of(of.plan, comm), of.x.data(), {}, of.weight, of.bias, of.act,
+                                       of.y.data(), here);
+    check_states(of, here);
+    rows<T const> const all_states[] = {of.states.initial, of.states.final};
+    for (rows<T const> const& given : all_states)
+        if (given.data()) cuda::detail::require_memory(of.where, "states", given, here);
+}
+
+/// Runs a convolution of tensors on devices of which all fits.
+template <class T, any_sharding S>
+void convolve(convolution<T, S, cuda::memory> const& of, cuda::communicator& comm, caller here) {
+    auto const& [initial, final, end] = of.states;
+    rows<T const> const x = of.x.data();
+    auto options = options_of_call(of.x, of.act, of.bias);
+    options.go_on = initial.data() || final.data();
+    auto by = std::make_unique<cuda::conv_exchange<T, S>>(of.plan, x.width(), comm, options, here);
+    auto const states = by->states();
+    if (initial.data())
+        for_each_element(comm.memory(), states.count(), states.width(), rowwise::copy<T>{initial, states}, here);
+    else
+        for_each_element(comm.memory(), states.count(), states.width(), rowwise::clear<T>{states}, here);
+    cuda::detail::convolve(*by, x, of.weight, of.bias, of.act, of.y.data(), here);
+    auto const list = final.data() && x.width() > 0 ? newest_rows(of.plan) : std::vector<index_t>();
+    if (!list.empty()) {
+        auto there = comm.memory().template room<index_t>(std::ssize(list));
+        cuda::write_numbers(list, there.data(), comm.stream(), here);
+        rows<T const> const beside(by->halo().data(), by->halo().count() + states.count() * of.weight.width(),
+                                   x.width());
+        for_each_element(comm.memory(), std::ssize(list) / 2, x.width(), keep_newest<T>{x, beside, there.data(), final},
+                         here);
+    }
     comm.keep(std::move(by), here);
 }
 
@@ -61,19 +114,34 @@ void convolve_backward_by_row(sharded<T const, S, cuda::memory> const& x, rows<T
                                   dweight.data() ? dweight.sub(own.first, own.size()) : dweight, of_own(dbias), here);
 }
 
-/// Runs the backward of a convolution of tensors on devices, which checks it, too.
+/// Throws unless a backward of tensors on devices fits.
+template <class T, any_sharding S>
+void check_convolution_backward(convolution_backward<T, S, cuda::memory> const& of, cuda::communicator const& comm,
+                                caller here) {
+    char const* const where = "cuda::causal_conv1d_backward";
+    require(of.x.memory() == comm.memory(), of.where, "memory of x", "the communicator's, in its stream", "another",
+            here);
+    index_t const channels = of.x.data().width();
+    require_of(where, "dy", of.before, channels, of.dy, comm, here);
+    require_of(where, "x", of.before, channels, of.x, comm, here);
+    require_of(where, "dx", of.before, channels, of.dx, comm, here);
+    cuda::detail::check_backward<T>(conv_sizes_of(of.before, comm), of.x.data(), {}, of.weight, of.bias, of.act,
+                                    of.dy.data(), {of.dx.data(), of.dweight, of.dbias}, here);
+}
+
+/// Runs a backward of tensors on devices of which all fits.
 template <class T, any_sharding S, std::derived_from<cuda::communicator> Comm>
 void convolve_backward(convolution_backward<T, S, cuda::memory> const& to, Comm& comm, caller here) {
     auto const& [before, after, x, weight, bias, act, dy, dx, dweight, dbias, order, where] = to;
-    require(x.memory() == comm.memory(), where, "memory of x", "the communicator's, in its stream", "another", here);
     auto by = std::make_unique<cuda::conv_exchange<T, S>>(before, after, x.data().width(), comm,
                                                           options_of_call(x, act, bias), here);
-    auto checked = cuda::detail::check_convolve_backward(*by, x, weight, bias, act, dy, {dx, dweight, dbias}, here);
-    if (order == sum_order::by_row && (dweight.data() || !dbias.empty())) {
+    bool const by_row = order == sum_order::by_row && (dweight.data() || !dbias.empty());
+    cuda::causal_conv1d_gradients<T, S> sums{dx};
+    if (by_row)
         convolve_backward_by_row<T, S>(x, weight, bias, act, dy, dweight, dbias, comm, here);
-        checked.leave_out_sums();
-    }
-    cuda::detail::convolve_backward(*by, x.data(), act, checked, here);
+    else
+        sums.dweight = dweight, sums.dbias = dbias;
+    cuda::detail::convolve_backward(*by, x.data(), weight, bias, act, dy.data(), sums, here);
     comm.keep(std::move(by), here);
 }
 

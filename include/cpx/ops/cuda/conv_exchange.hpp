@@ -20,6 +20,7 @@ struct conv_exchange_options {
     index_t x_stride = 0;           ///< elements from row to row of x, 0 for dense
     capacity most = {};             ///< the largest batch that a call may have later; none: all are the first one
     identity::arguments alike = {}; ///< what all calls have, if that is known now, for ranks to compare
+    bool go_on = false;             ///< sequences go on from `states()`; of the first batch alone, without `most`
 };
 
 /// What convolutions of elements T on sharding S need of one rank: plans, exchanges and device memory. Made once a
@@ -74,6 +75,11 @@ public:
 
     /// Rows that the local operators read and write beside the caller's tensors: as many as the plan says.
     rows<T> halo() const { return {halo_.data(), plan_.halo_rows(), channels_}; }
+    /// The newest rows of every sequence before the batch, (sequences, taps * channels), to be written before a call;
+    /// none where sequences begin.
+    rows<T> states() const {
+        return {halo_.data() + plan_.halo_rows() * channels_, going_on(), plan_.taps() * channels_};
+    }
     rows<float> edge() const { return {edge_.data(), plan_.edge_rows(), channels_}; }
     rows<float> dz_halo() const { return {dz_halo_.data(), plan_.dz_halo_rows(), channels_}; }
     std::span<float> workspace() const { return {workspace_.data(), static_cast<std::size_t>(workspace_.size())}; }
@@ -92,12 +98,14 @@ private:
                   conv_exchange_options const& of, caller here)
         : comm_(comm),
           sharding_(compared(before, channels, comm, after ? "halo before and after" : "halo", of.alike, here)),
-          first_(sharding_), later_(of.most.rows > 0),
+          first_(sharding_), later_(of.most.rows > 0), go_on_(of.go_on),
           beside_(later_ ? cpx::detail::most_beside(before.sharding, before.reach, of.most, here) : 0),
-          plan_(before, after, {of.most.rows, later_ ? cpx::detail::most_segments(before.sharding, of.most, here) : 0},
-                here),
+          plan_(before, after,
+                {of.most.rows, later_ ? cpx::detail::most_segments(before.sharding, of.most, here) : 0, go_on_}, here),
           channels_(channels) {
-        halo_ = buffer<T>(std::max(plan_.halo_rows(), beside_) * channels, here);
+        require(!later_ || !go_on_, "cuda::conv_exchange", "sequences that go on", "of one batch", "of others, too",
+                here);
+        halo_ = buffer<T>((std::max(plan_.halo_rows(), beside_) + going_on() * plan_.taps()) * channels, here);
         make(halo_exchange_, before, cpx::detail::moved<halo_plan<S>>::lanes(before, channels, false), of.x_stride,
              here);
         if (!after) return;
@@ -135,9 +143,11 @@ private:
         to.emplace(std::span<cpx::plan const>(&moved, 1), std::move(ways), channels_, comm_, of, here);
     }
 
+    index_t going_on() const { return go_on_ ? sharding_.batch().sequences() : 0; }
+
     communicator& comm_;
     S sharding_, first_; ///< for which it has been set, and was made
-    bool later_;         ///< whether other batches may come
+    bool later_, go_on_; ///< whether other batches may come, and sequences go on
     index_t beside_;     ///< rows of them that are sent, or come, at most
     conv_plan plan_;
     index_t channels_;
@@ -161,69 +171,55 @@ struct causal_conv1d_gradients<T, S> {
 
 namespace detail {
 
-/// Throws `cpx::error` unless a tensor has the sharding and the width of a convolution. Its rows are checked later.
+/// Throws `cpx::error` unless a tensor has the sharding, the stream and the width of a convolution. Its rows are
+/// checked later.
+template <any_sharding S, class A>
+void require_of(char const* where, char const* what, S const& sharding, int rank, cudaStream_t in, index_t channels,
+                sharded<A, S, memory> const& tensor, caller here) {
+    cpx::detail::require_place(where, what, tensor, sharding, rank, "that of the conv_exchange", here);
+    require(tensor.memory().stream() == in, where, (std::string("stream of ") + what).c_str(), "the communicator's",
+            "another", here);
+    require(tensor.data().width() == channels, where, (std::string("width of ") + what).c_str(), channels,
+            tensor.data().width(), here);
+}
 template <class T, any_sharding S, class A>
 void require_of(char const* where, char const* what, conv_exchange<T, S> const& by, sharded<A, S, memory> const& tensor,
                 caller here) {
-    cpx::detail::require_place(where, what, tensor, by.sharding(), by.rank(), "that of the conv_exchange", here);
-    require(tensor.memory().stream() == by.stream(), where, (std::string("stream of ") + what).c_str(),
-            "the communicator's", "another", here);
-    require(tensor.data().width() == by.channels(), where, (std::string("width of ") + what).c_str(), by.channels(),
-            tensor.data().width(), here);
+    require_of(where, what, by.sharding(), by.rank(), by.stream(), by.channels(), tensor, here);
 }
 
-/// Computes this rank's `y`, which is rows or parts.
+/// Computes this rank's `y`, which is rows or parts, of arguments that fit.
 template <class T, any_sharding S, class W, class Y>
 void convolve(conv_exchange<T, S>& by, rows<T const> x, rows<W> weight, std::type_identity_t<std::span<W const>> bias,
               activation act, Y const& y, caller here) {
-    auto const call = check_convolution<T>(by.plan(), x, by.halo(), weight, bias, act, y, here);
     by.exchange_halo(x, here);
-    launch_forward(by.plan(), call, act, by.stream(), here);
+    launch_forward(by.plan(), convolution_of<T>(by.plan(), x, by.halo(), weight, bias, y), act, by.stream(), here);
 }
 
-/// A backward of which all has been checked: what its kernels are given, and where they write.
-template <class T, class Call>
-struct checked_backward {
-    Call call;
-    causal_conv1d_gradients<T> to;
-
-    void leave_out_sums() {
-        call.out.sums = nullptr;
-        to.dweight = {}, to.dbias = {};
-    }
-};
-
-/// Checks a backward from this rank's `dy`, which is rows or parts. Nothing moves.
+/// Computes gradients from this rank's `dy`, which is rows or parts, of arguments that fit.
 template <class T, any_sharding S, class W, class Dy>
-auto check_convolve_backward(conv_exchange<T, S> const& by, sharded<T const, S, memory> const& x, rows<W> weight,
-                             std::type_identity_t<std::span<W const>> bias, activation act, Dy const& dy,
-                             std::type_identity_t<causal_conv1d_gradients<T, S>> const& to, caller here) {
+void convolve_backward(conv_exchange<T, S>& by, rows<T const> x, rows<W> weight,
+                       std::type_identity_t<std::span<W const>> bias, activation act, Dy const& dy,
+                       causal_conv1d_gradients<T, S> const& to, caller here) {
+    causal_conv1d_gradients<T> const local{to.dx.data(), to.dweight, to.dbias, by.workspace()};
+    auto const call = backward_of<T>(by.plan(), x, by.halo(), weight, bias, dy, by.edge(), by.dz_halo(), local);
+    by.exchange_halo(x, here);
+    launch_edge(by.plan(), call.given, call.out.dy, act, by.edge(), by.stream(), here);
+    by.exchange_edge(here);
+    launch_backward(by.plan(), call, act, local, by.stream(), here);
+}
+
+/// Checks a backward and computes it.
+template <class T, any_sharding S, class W, class Dy>
+void check_and_convolve_backward(conv_exchange<T, S>& by, sharded<T const, S, memory> const& x, rows<W> weight,
+                                 std::type_identity_t<std::span<W const>> bias, activation act, Dy const& dy,
+                                 causal_conv1d_gradients<T, S> const& to, caller here) {
     char const* const where = "cuda::causal_conv1d_backward";
     require_of(where, "x", by, x, here);
     require_of(where, "dx", by, to.dx, here);
-    causal_conv1d_gradients<T> const local{to.dx.data(), to.dweight, to.dbias, by.workspace()};
-    cpx::detail::require_activation(where, act, here);
-    auto call =
-        check_backward<T>(by.plan(), x.data(), by.halo(), weight, bias, dy, by.edge(), by.dz_halo(), local, here);
-    return checked_backward<T, decltype(call)>{call, local};
-}
-template <class T, any_sharding S, class W>
-auto check_convolve_backward(conv_exchange<T, S> const& by, sharded<T const, S, memory> const& x, rows<W> weight,
-                             std::type_identity_t<std::span<W const>> bias, activation act,
-                             sharded<T const, S, memory> const& dy,
-                             std::type_identity_t<causal_conv1d_gradients<T, S>> const& to, caller here) {
-    require_of("cuda::causal_conv1d_backward", "dy", by, dy, here);
-    return check_convolve_backward(by, x, weight, bias, act, dy.data(), to, here);
-}
-
-/// Computes gradients.
-template <class T, any_sharding S, class Call>
-void convolve_backward(conv_exchange<T, S>& by, rows<T const> x, activation act, checked_backward<T, Call> const& of,
-                       caller here) {
-    by.exchange_halo(x, here);
-    launch_edge(by.plan(), of.call.given, of.call.out.dy, act, by.edge(), by.stream(), here);
-    by.exchange_edge(here);
-    launch_backward(by.plan(), of.call, act, of.to, by.stream(), here);
+    check_backward<T>(sizes_of(by.plan()), x.data(), by.halo(), weight, bias, act, dy,
+                      {to.dx.data(), to.dweight, to.dbias}, here);
+    convolve_backward(by, x.data(), weight, bias, act, dy, to, here);
 }
 
 } // namespace detail
@@ -233,8 +229,8 @@ void convolve_backward(conv_exchange<T, S>& by, rows<T const> x, activation act,
 ///
 /// x, y: (rows, channels) of this rank, not overlapping; x begins at a multiple of 16 bytes, its rows as far apart as
 /// the constructor was told. Collective: one exchange of the halo of x, then one kernel, in the stream of x, without
-/// host synchronisation or allocation. Can be captured, as `exchange` can. Bitwise the same on every sharding. There
-/// are no states: sequences begin here.
+/// host synchronisation or allocation. Can be captured, as `exchange` can. Bitwise the same on every sharding.
+/// Sequences begin here, or go on from `by.states()`.
 ///
 /// Throws `cpx::error` on shapes, shardings and memory that do not fit, before anything moves, and what `exchange`
 /// throws.
@@ -253,6 +249,8 @@ void causal_conv1d(conv_exchange<T, S>& by, X const& x, rows<W> weight, std::typ
         by.set(from.sharding(), here);
         detail::require_of("cuda::causal_conv1d", "x", by, from, here);
         detail::require_of("cuda::causal_conv1d", "y", by, to, here);
+        detail::check_convolution<T>(detail::sizes_of(by.plan()), from.data(), by.halo(), weight, bias, act, to.data(),
+                                     here);
         detail::convolve(by, from.data(), weight, bias, act, to.data(), here);
     }
 }
@@ -268,6 +266,7 @@ void causal_conv1d(conv_exchange<T, S>& by, X const& x, rows<W> weight, std::typ
         sharded<T const, S, memory> const from = x.view();
         by.set(from.sharding(), here);
         detail::require_of("cuda::causal_conv1d", "x", by, from, here);
+        detail::check_convolution<T>(detail::sizes_of(by.plan()), from.data(), by.halo(), weight, bias, act, y, here);
         detail::convolve(by, from.data(), weight, bias, act, y, here);
     }
 }
@@ -300,8 +299,8 @@ void causal_conv1d_backward(conv_exchange<T, S>& by, X const& x, rows<W> weight,
     if constexpr (fits && same) {
         sharded<T const, S, memory> const from = x.view(), of_y = dy.view();
         by.set(from.sharding(), here);
-        auto const checked = detail::check_convolve_backward(by, from, weight, bias, act, of_y, to, here);
-        detail::convolve_backward(by, from.data(), act, checked, here);
+        detail::require_of("cuda::causal_conv1d_backward", "dy", by, of_y, here);
+        detail::check_and_convolve_backward(by, from, weight, bias, act, of_y.data(), to, here);
     }
 }
 
@@ -319,8 +318,7 @@ void causal_conv1d_backward(conv_exchange<T, S>& by, X const& x, rows<W> weight,
     if constexpr (fits) {
         sharded<T const, S, memory> const from = x.view();
         by.set(from.sharding(), here);
-        auto const checked = detail::check_convolve_backward(by, from, weight, bias, act, dy, to, here);
-        detail::convolve_backward(by, from.data(), act, checked, here);
+        detail::check_and_convolve_backward(by, from, weight, bias, act, dy, to, here);
     }
 }
 template <class By = cpx::detail::any>

@@ -100,9 +100,7 @@ class device_keys {
 public:
     device_keys(tensor const& q, tensor const& k, index_t dim, bool normalise, cuda::state_exchange& m, caller here)
         : q_(q), k_(k), dim_(dim), m_(m), here_(here) {
-        bool const fits = q.memory() == m.memory() && k.memory() == m.memory() && dim >= 1 &&
-                          q.data().width() % dim == 0 && k.data().width() % dim == 0;
-        if (!normalise || !fits) return; // what does not fit is refused by the operator
+        if (!normalise) return;
         of_q_ = copy(q);
         of_k_ = copy(k);
     }
@@ -137,9 +135,16 @@ private:
 };
 
 template <class T, any_sharding S>
-auto delta_rule_given(delta_rule_tensors<T, S, cuda::memory> const& t, device_keys<T, S> const& keys) {
-    return device_tensors{std::tuple(keys.q(), keys.k(), t.v.view(), t.g.view(), t.beta.view()), t.o.view(), t.initial,
-                          t.final, t.saved};
+auto delta_rule_given(delta_rule_tensors<T, S, cuda::memory> const& t, sharded<T const, S, cuda::memory> const& q,
+                      sharded<T const, S, cuda::memory> const& k) {
+    return device_tensors{std::tuple(q, k, t.v.view(), t.g.view(), t.beta.view()), t.o.view(), t.initial, t.final,
+                          t.saved};
+}
+template <class T, any_sharding S>
+auto delta_rule_gradients_given(delta_rule_gradient_tensors<T, S, cuda::memory> const& to) {
+    return device_gradients{to.dout.view(),
+                            std::tuple(to.dq.view(), to.dk.view(), to.dv.view(), to.dg.view(), to.dbeta.view()),
+                            to.dfinal, to.dinitial};
 }
 
 template <carries_states By>
@@ -147,25 +152,45 @@ inline constexpr bool carries_rule<cuda::memory, By> = true;
 template <class T>
 inline constexpr bool rules_on<cuda::memory, T> = cuda::gpu_number<T>;
 
-/// Checks and runs a gated delta rule of tensors on devices, and its backward.
+template <any_sharding S>
+void check_rule_in(cuda::memory const&, char const* where, gated_delta const& r, S const& sharding, bool backward,
+                   std::span<operand const> given, caller here) {
+    device_gated_delta<float> const there(r);
+    there.check(where, here);
+    there.check_heads(where, sharding, backward, here);
+    for (operand const& o : given)
+        if (!o.empty()) cuda::detail::require_memory(where, o.name, reinterpret_cast<void const*>(o.first), here);
+}
+
 template <carry_kind How, any_sharding S, class T, class By>
-void run_delta_rule(carry_plan<How, S> const& plan, gated_delta const& of,
+void check_delta_rule(carry_plan<How, S> const& plan, gated_delta const& r,
+                      delta_rule_tensors<T, S, cuda::memory> const& t, By const& by, caller here) {
+    check_on_device(plan, device_gated_delta<T>(r), delta_rule_given<T, S>(t, t.q, t.k), by.memory(), here);
+}
+template <carry_kind How, any_sharding S, class T, class By>
+void check_delta_rule_backward(carry_plan<How, S> const& plan, gated_delta const& r,
+                               delta_rule_tensors<T, S, cuda::memory> const& t,
+                               delta_rule_gradient_tensors<T, S, cuda::memory> const& to, By const& by, caller here) {
+    check_backward_on_device(plan, device_gated_delta<T>(r), delta_rule_given<T, S>(t, t.q, t.k),
+                             delta_rule_gradients_given(to), by.memory(), here);
+}
+
+template <carry_kind How, any_sharding S, class T, class By>
+void run_delta_rule(carry_plan<How, S> const& plan, gated_delta const& r,
                     delta_rule_tensors<T, S, cuda::memory> const& t, By& by, caller here) {
     with_state_exchange(by, here, [&](cuda::state_exchange& states) {
-        device_keys<T, S> const keys(t.q, t.k, of.heads.key_dim, of.options.qk_l2norm, states, here);
-        recur_on_device(plan, device_gated_delta<T>(of), delta_rule_given(t, keys), states, here);
+        device_keys<T, S> const keys(t.q, t.k, r.heads.key_dim, r.options.qk_l2norm, states, here);
+        recur_on_device(plan, device_gated_delta<T>(r), delta_rule_given<T, S>(t, keys.q(), keys.k()), states, here);
     });
 }
 template <carry_kind How, any_sharding S, class T, class By>
-void run_delta_rule_backward(carry_plan<How, S> const& plan, gated_delta const& of,
+void run_delta_rule_backward(carry_plan<How, S> const& plan, gated_delta const& r,
                              delta_rule_tensors<T, S, cuda::memory> const& t,
                              delta_rule_gradient_tensors<T, S, cuda::memory> const& to, By& by, caller here) {
     with_state_exchange(by, here, [&](cuda::state_exchange& states) {
-        device_keys<T, S> const keys(t.q, t.k, of.heads.key_dim, of.options.qk_l2norm, states, here);
-        device_gradients const gradients{
-            to.dout.view(), std::tuple(to.dq.view(), to.dk.view(), to.dv.view(), to.dg.view(), to.dbeta.view()),
-            to.dfinal, to.dinitial};
-        recur_backward_on_device(plan, device_gated_delta<T>(of), delta_rule_given(t, keys), gradients, states, here);
+        device_keys<T, S> const keys(t.q, t.k, r.heads.key_dim, r.options.qk_l2norm, states, here);
+        recur_backward_on_device(plan, device_gated_delta<T>(r), delta_rule_given<T, S>(t, keys.q(), keys.k()),
+                                 delta_rule_gradients_given(to), states, here);
         keys.back(to.dq.data(), to.dk.data());
     });
 }

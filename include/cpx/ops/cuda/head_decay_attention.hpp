@@ -126,10 +126,13 @@ void recur(carry_plan<How, S> const& plan, head_decay_attention const& r, head_d
                         "carry(q.sharding(), ...)");
     static_assert(element, "cpx: recur of elements that a decay a head does not have on devices; use float, "
                            "__nv_bfloat16 or __half");
-    if constexpr (fits && element)
-        detail::with_state_exchange(by, here, [&](cuda::state_exchange& states) {
-            detail::recur_on_device(plan, detail::device_head_decay<T>(r), detail::head_decay_given(t), states, here);
-        });
+    if constexpr (fits && element) {
+        detail::device_head_decay<T> const there(r);
+        auto const given = detail::head_decay_given(t);
+        detail::check_on_device(plan, there, given, by.memory(), here);
+        detail::with_state_exchange(
+            by, here, [&](cuda::state_exchange& states) { detail::recur_on_device(plan, there, given, states, here); });
+    }
 }
 
 /// Computes the gradients of `recur` of a decay a head, in the communicator's stream.
@@ -145,14 +148,16 @@ void recur_backward(carry_plan<How, S> const& plan, head_decay_attention const& 
     static_assert(same, "cpx: recur_backward wants gradients of the tensors' elements");
     static_assert(element, "cpx: recur_backward of elements that a decay a head does not have on devices; use float, "
                            "__nv_bfloat16 or __half");
-    if constexpr (fits && same && element)
+    if constexpr (fits && same && element) {
+        detail::device_head_decay<T> const there(r);
+        auto const given = detail::head_decay_given(t);
+        detail::device_gradients const gradients{
+            to.dout.view(), std::tuple(to.dq.view(), to.dk.view(), to.dv.view(), to.dg.view()), to.dfinal, to.dinitial};
+        detail::check_backward_on_device(plan, there, given, gradients, by.memory(), here);
         detail::with_state_exchange(by, here, [&](cuda::state_exchange& states) {
-            detail::device_gradients const gradients{to.dout.view(),
-                                                     std::tuple(to.dq.view(), to.dk.view(), to.dv.view(), to.dg.view()),
-                                                     to.dfinal, to.dinitial};
-            detail::recur_backward_on_device(plan, detail::device_head_decay<T>(r), detail::head_decay_given(t),
-                                             gradients, states, here);
+            detail::recur_backward_on_device(plan, there, given, gradients, states, here);
         });
+    }
 }
 
 } // namespace cpx

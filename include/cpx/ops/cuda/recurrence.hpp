@@ -128,25 +128,9 @@ device_gradients(D, X, rows<float const>, rows<float>) -> device_gradients<D, X>
 class device_states {
 protected:
     template <carry_kind How, any_sharding S, class R>
-    device_states(char const* where, carry_plan<How, S> const& plan, R const& r, bool backward,
-                  cuda::state_exchange& memory, caller here)
+    device_states(carry_plan<How, S> const& plan, R const& r, cuda::state_exchange& memory, caller here)
         : segments_(plan.segments), width_(held_states(plan, r).state_width()),
-          rows_(segments_.empty() ? 0 : segments_.back().row + segments_.back().count), memory_(memory), here_(here) {
-        r.check_heads(where, plan.sharding, backward, here);
-    }
-    /// Throws unless all of these tensors are memory of the communicator, and states of its device.
-    template <class X, std::size_t N>
-    void require_there(char const* where, X const& tensors, std::array<std::string, N> const& names) const {
-        each_input(tensors, [&](std::size_t i, auto const& x) {
-            require(x.memory() == memory_.memory(), where, ("memory of " + names[i]).c_str(),
-                    "the communicator's, in its stream", "another", here_);
-            cuda::detail::require_memory(where, names[i].c_str(), x.data(), here_);
-        });
-    }
-    template <class A>
-    void require_states(char const* where, char const* name, rows<A> states) const {
-        if (states.data()) cuda::detail::require_memory(where, name, states, here_);
-    }
+          rows_(segments_.empty() ? 0 : segments_.back().row + segments_.back().count), memory_(memory), here_(here) {}
 
     /// Calls `f(segments, before, after)` with the visits' states beside each other, brought there and back.
     template <class F>
@@ -221,14 +205,9 @@ template <class R, class Tensors>
 class device_forward : device_states {
 public:
     template <carry_kind How, any_sharding S>
-    device_forward(char const* where, carry_plan<How, S> const& plan, R const& r, Tensors const& t,
+    device_forward(char const*, carry_plan<How, S> const& plan, R const& r, Tensors const& t,
                    cuda::state_exchange& memory, caller here)
-        : device_states(where, plan, r, false, memory, here), r_(r), t_(t),
-          map_width_(held_states(plan, r).map_width()) {
-        this->require_there(where, t.x, input_names(r, ""));
-        this->require_there(where, std::tuple(t.o), std::array<std::string, 1>{"o"});
-        this->require_states(where, "initial", t.initial);
-        this->require_states(where, "final", t.final);
+        : device_states(plan, r, memory, here), r_(r), t_(t), map_width_(held_states(plan, r).map_width()) {
         if (t.saved) std::erase_if(t.saved->kept, [](auto const& made) { return !made.memory.lent(); });
     }
     void over(std::vector<visit<float>> const& visits) const {
@@ -268,15 +247,9 @@ template <class R, class Tensors, class Gradients>
 class device_backward : device_states {
 public:
     template <carry_kind How, any_sharding S>
-    device_backward(char const* where, carry_plan<How, S> const& plan, R const& r, Tensors const& t,
-                    Gradients const& to, cuda::state_exchange& memory, caller here)
-        : device_states(where, plan, r, true, memory, here), r_(r), t_(t), to_(to) {
-        this->require_there(where, t.x, input_names(r, ""));
-        this->require_there(where, to.dx, input_names(r, "d"));
-        this->require_there(where, std::tuple(to.dout), std::array<std::string, 1>{"dout"});
-        this->require_states(where, "dfinal", to.dfinal);
-        this->require_states(where, "dinitial", to.dinitial);
-    }
+    device_backward(char const*, carry_plan<How, S> const& plan, R const& r, Tensors const& t, Gradients const& to,
+                    cuda::state_exchange& memory, caller here)
+        : device_states(plan, r, memory, here), r_(r), t_(t), to_(to) {}
     void over(std::vector<visit<float>> visits) const {
         if (visits.empty()) return;
         std::span<char> const kept = this->in_order_of_forward(visits);
@@ -341,18 +314,57 @@ void with_state_exchange(By& by, caller here, F&& f) {
     }
 }
 
-/// Checks and runs a recurrence of tensors on devices, and its backward.
+/// Throws unless all of these tensors are of `memory`, and states of its device.
+template <class X, std::size_t N>
+void require_there(char const* where, cuda::memory const& memory, X const& tensors,
+                   std::array<std::string, N> const& names, caller here) {
+    each_input(tensors, [&](std::size_t i, auto const& x) {
+        require(x.memory() == memory, where, ("memory of " + names[i]).c_str(), "the communicator's, in its stream",
+                "another", here);
+        cuda::detail::require_memory(where, names[i].c_str(), x.data(), here);
+    });
+}
+template <class A>
+void require_there(char const* where, char const* name, rows<A> states, caller here) {
+    if (states.data()) cuda::detail::require_memory(where, name, states, here);
+}
+
+/// Throws unless a recurrence of tensors on devices fits the plan, and `memory` is where they are.
 template <carry_kind How, any_sharding S, class R, class Tensors>
-void recur_on_device(carry_plan<How, S> const& plan, R const& r, Tensors const& of, cuda::state_exchange& by,
+void check_on_device(carry_plan<How, S> const& plan, R const& r, Tensors const& t, cuda::memory const& memory,
                      caller here) {
-    check_recurrence(plan, r, of, here);
-    run_recurrence<device_forward<R, Tensors>>(plan, r, of, by, here);
+    check_recurrence(plan, r, t, here);
+    char const* const where = r.name;
+    r.check_heads(where, plan.sharding, false, here);
+    require_there(where, memory, t.x, input_names(r, ""), here);
+    require_there(where, memory, std::tuple(t.o), std::array<std::string, 1>{"o"}, here);
+    require_there(where, "initial", t.initial, here);
+    require_there(where, "final", t.final, here);
 }
 template <carry_kind How, any_sharding S, class R, class Tensors, class Gradients>
-void recur_backward_on_device(carry_plan<How, S> const& plan, R const& r, Tensors const& of, Gradients const& to,
+void check_backward_on_device(carry_plan<How, S> const& plan, R const& r, Tensors const& t, Gradients const& to,
+                              cuda::memory const& memory, caller here) {
+    check_recurrence_backward(plan, r, t, to, here);
+    std::string const name = backward_name(r);
+    char const* const where = name.c_str();
+    r.check_heads(where, plan.sharding, true, here);
+    require_there(where, memory, t.x, input_names(r, ""), here);
+    require_there(where, memory, to.dx, input_names(r, "d"), here);
+    require_there(where, memory, std::tuple(to.dout), std::array<std::string, 1>{"dout"}, here);
+    require_there(where, "dfinal", to.dfinal, here);
+    require_there(where, "dinitial", to.dinitial, here);
+}
+
+/// Runs a recurrence of tensors on devices of which all fits, and its backward.
+template <carry_kind How, any_sharding S, class R, class Tensors>
+void recur_on_device(carry_plan<How, S> const& plan, R const& r, Tensors const& t, cuda::state_exchange& by,
+                     caller here) {
+    run_recurrence<device_forward<R, Tensors>>(plan, r, t, by, here);
+}
+template <carry_kind How, any_sharding S, class R, class Tensors, class Gradients>
+void recur_backward_on_device(carry_plan<How, S> const& plan, R const& r, Tensors const& t, Gradients const& to,
                               cuda::state_exchange& by, caller here) {
-    check_recurrence_backward(plan, r, of, to, here);
-    run_recurrence_backward<device_backward<R, Tensors, Gradients>>(plan, r, of, to, by, here);
+    run_recurrence_backward<device_backward<R, Tensors, Gradients>>(plan, r, t, to, by, here);
 }
 
 } // namespace detail
