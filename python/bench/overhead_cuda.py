@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 import cpx
 import cpx.torch as ct
+from cpx import _ext
 
 rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
@@ -25,15 +26,17 @@ if world > torch.cuda.device_count():  # NCCL takes ranks of one GPU if they see
 def microseconds(call, calls=10, times=101):
     """Returns the time of the host for one call, the median of many tens, with a device that has nothing else to do.
 
-    Of more calls in a row it would be the device's: the driver takes a thousand launches ahead of it.
+    Of more calls in a row it would be the device's: the driver takes a thousand launches ahead of it. First for some
+    time not measured: what has waited runs slowly.
     """
-    took = []
-    for _ in range(times):
+    took, hot = [], time.perf_counter() + 0.2
+    while len(took) < times:
         torch.cuda.synchronize()
         begin = time.perf_counter()
         for _ in range(calls):
             call()
-        took.append(time.perf_counter() - begin)
+        if begin > hot:
+            took.append(time.perf_counter() - begin)
     torch.cuda.synchronize()
     return statistics.median(took) / calls * 1e6
 
@@ -87,7 +90,8 @@ class Nothing(torch.autograd.Function):
 
 def of_delta_rule(say, comm, lengths, heads, norms):
     """Prints a line of the delta rule as bench.cuda.delta_rule_calls does: a forward that autograd does not record, one
-    that it does, and a backward; of tiny tensors the host's times, a backward being that of ten calls in a row."""
+    that it does, and a backward; of tiny tensors the host's times, a backward being that of ten calls in a row, and the
+    same of the extension's calls alone, whose results are there, and of an empty node of autograd."""
     sharding = cpx.shard(cpx.thd.from_lengths(lengths), cpx.zigzag(1))
     plan, rows = ct.carry(sharding, comm), sharding.rows(0)
     kind = {"device": device, "dtype": torch.bfloat16}
@@ -121,9 +125,18 @@ def of_delta_rule(say, comm, lengths, heads, norms):
         return y
 
     line(
-        "torch", "us", 1, microseconds(lambda: call(v)), microseconds(lambda: call(x)), backward_microseconds(ten(call), x)
+        "torch", "us", 1, microseconds(lambda: call(v)), microseconds(lambda: call(x)),
+        backward_microseconds(ten(call), x)
     )
-    saved = torch.empty(4, device=device)
+    name, given, options = "gated_delta_rule", [q, k, v, g, beta], (heads, (64, norms, 0.0), comm.of)
+    y, gradients = torch.empty_like(v), tuple(torch.empty_like(x) for x in given)
+    saved = torch.empty(plan.segments * heads[1] * heads[2] * heads[3], device=device)
+    line(
+        "alone", "us", 1,
+        microseconds(lambda: _ext.recur(name, plan.of, given, y, *options, None, None, None, None)),
+        microseconds(lambda: _ext.recur(name, plan.of, given, y, *options, None, None, saved, None)),
+        microseconds(lambda: _ext.recur_backward(name, plan.of, given, dy, gradients, *options, saved, *[None] * 3)),
+    )
     empty = lambda v: Nothing.apply(q, k, v, g, beta, saved)
     line("empty", "us", 1, float("nan"), microseconds(lambda: empty(x)), backward_microseconds(ten(empty), x))
 

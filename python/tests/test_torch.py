@@ -23,7 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 import cpx  # noqa: E402
 import cpx.torch as ct  # noqa: E402
 import ranks  # noqa: E402
-from cpx.torch import _group, _objects  # noqa: E402
+from cpx import _ext  # noqa: E402
+from cpx.torch import _group, _objects, _operator  # noqa: E402
 
 batch = cpx.thd([0, 5, 5, 6, 70, 147])
 heads = cpx.Heads(2, 4, 8, 6)
@@ -467,6 +468,27 @@ def test_modes_classes_of_tensors_and_profiles_see_the_operators():
     one_rank(program)
     for name in ("exchange", "causal_conv1d", "head_decay_attention"):
         assert {f"cpx.{name}.default", f"cpx.{name}_backward.default"} <= seen
+
+
+def test_what_torch_must_see_is_told_from_what_needs_the_kernel_alone():
+    """None: torch must see it, or it does not fit; else whether autograd records a call."""
+    plain, x, y = {torch.Tensor, torch.nn.Parameter}, torch.zeros(3), torch.zeros(3, requires_grad=True)
+
+    class Own(torch.Tensor):
+        pass
+
+    for tensors, wanted in [
+        ((x, None), False), ((x, y), True), ((x, torch.nn.Parameter(x)), True), ((torch._neg_view(x), y), None),
+        ((x, x.as_subclass(Own)), None), ((x, x.numpy()), None),
+    ]:
+        assert _ext.gradient_wanted(tensors, plain) is wanted
+        named = dict(zip("qg", tensors))
+        described = wanted if hasattr(torch.Tensor, "__dlpack_c_exchange_api__") else None
+        assert _ext.gradient_wanted_of(named, plain, 1, 0, ()) is described
+        assert _ext.gradient_wanted_of(named, plain, 2, 0, ()) is None  # all are on the host
+        assert _ext.gradient_wanted_of({**named, "v": x.double()}, plain, 1, 0, ("v",)) is None
+    with torch.no_grad():
+        assert not _operator.check("exchange", x.device, x=y)
 
 
 def test_parameters_and_lazily_negated_tensors_are_read_as_their_values():
