@@ -25,10 +25,16 @@ PyObject* name_of(char const* text) { return PyUnicode_InternFromString(text); }
 bool is_plain(nb::handle x, nb::handle plain, bool& wanted) {
     static PyObject* const is_neg = name_of("is_neg");
     static PyObject* const requires_grad = name_of("requires_grad");
-    if (PySet_Contains(plain.ptr(), x.type().ptr()) != 1) return false;
+    auto const is = [](PyObject* made, PyObject* value) {
+        if (!made) PyErr_Clear(); // it is neither
+        return nb::steal(made).is(value);
+    };
     PyObject* const self = x.ptr();
-    wanted = wanted || nb::steal(PyObject_GetAttr(self, requires_grad)).is(Py_True);
-    return nb::steal(PyObject_VectorcallMethod(is_neg, &self, 1, nullptr)).is(Py_False);
+    int const known = PySet_Contains(plain.ptr(), x.type().ptr());
+    if (known < 0) PyErr_Clear();
+    if (known != 1) return false;
+    wanted = wanted || is(PyObject_GetAttr(self, requires_grad), Py_True);
+    return is(PyObject_VectorcallMethod(is_neg, &self, 1, nullptr), Py_False);
 }
 
 nb::object gradient_wanted(nb::tuple const& tensors, nb::handle plain) {

@@ -870,6 +870,30 @@ def test_ten_thousand_calls_leak_nothing():
     assert objects < 100 and traced < 2_800 and memory < 8 << 20
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_a_new_packing_a_step_leaves_memory_as_it_was():
+    """Of more packings than plans are kept for."""
+
+    def program(comm):
+        def steps(first, last):
+            for n in range(first, last):
+                made = cpx.thd([0, n % 97, 97 + n % 89, 2000 + n])
+                zigzag, sequential = (cpx.shard(made, layout(1)) for layout in (cpx.zigzag, cpx.sequential))
+                x = torch.zeros(2000 + n, 1, requires_grad=True)
+                y = ct.exchange(x, ct.relayout(zigzag, sequential, comm), comm)
+                ct.shift_rows(y, ct.halo(zigzag, comm, 1), comm).sum().backward()
+            gc.collect()
+            return resident(), len(_objects._objects)
+
+        steps(0, 600)
+        memory, objects = steps(600, 1200)
+        later = steps(1200, 4200)
+        return later[0] - memory, later[1] - objects
+
+    memory, objects = one_rank(program)
+    assert memory < 8 << 20 and objects == 0  # plans that stay would be 80 MB, of 8 bytes a row
+
+
 @pytest.mark.parametrize("end", ["", "del comm, plan", "del x, y", "del cpx", "y.sum().backward()"])
 def test_the_interpreter_ends_cleanly_with_whatever_is_alive(end):
     program = f"""
