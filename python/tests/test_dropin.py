@@ -11,6 +11,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from torch.utils._python_dispatch import TorchDispatchMode
+
 import cpx
 
 pytest.importorskip("cpx.torch")
@@ -188,6 +190,28 @@ def test_fla_gates_are_computed_where_it_says_so():
         assert half.dtype == torch.bfloat16
 
     cpx.run(1, program)
+
+
+def test_gradients_of_fla_rows_are_not_copied():
+    """The first dimension, of one, comes and goes by views, in the backward, too: select's would fill and copy."""
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            seen.add(str(op))
+            return op(*args, **(kwargs or {}))
+
+    def program(comm):
+        context = fla.build_cp_context([0, 12], comm, conv1d_kernel_size=4)
+        x, *inputs = (t.float()[None].requires_grad_() for t in (rows_of((0, 12), 6), *fla_inputs(12)))
+        with Seen():
+            y, _ = fla.causal_conv1d(x, torch.ones(6, 4), activation="silu", cp_context=context)
+            o, _ = fla.chunk_gated_delta_rule(*inputs, cp_context=context)
+            torch.autograd.grad((y, o), (x, *inputs), (torch.ones_like(y), torch.ones_like(o)))
+
+    seen = set()
+    cpx.run(1, program)
+    assert {"cpx.causal_conv1d_backward.default", "cpx.gated_delta_rule_backward.default"} <= seen
+    assert not seen & {"aten.select_backward.default", "aten.copy_.default", "aten.clone.default"}, seen
 
 
 @pytest.mark.parametrize(
