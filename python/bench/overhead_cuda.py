@@ -3,6 +3,7 @@
 ones: one rank, or several by torchrun. An argument: the path of bench.cuda.delta_rule_calls, of which one rank prints
 C++'s times of the delta rule before and behind its own, of a cool device and of a warm one."""
 
+import itertools
 import os
 import statistics
 import subprocess
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 import cpx
 import cpx.torch as ct
+from cpx import _ext
 
 rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
@@ -25,15 +27,17 @@ if world > torch.cuda.device_count():  # NCCL takes ranks of one GPU if they see
 def microseconds(call, calls=10, times=101):
     """Returns the time of the host for one call, the median of many tens, with a device that has nothing else to do.
 
-    Of more calls in a row it would be the device's: the driver takes a thousand launches ahead of it.
+    Of more calls in a row it would be the device's: the driver takes a thousand launches ahead of it. First for some
+    time not measured: what has waited runs slowly.
     """
-    took = []
-    for _ in range(times):
+    took, hot = [], time.perf_counter() + 0.2
+    while len(took) < times:
         torch.cuda.synchronize()
         begin = time.perf_counter()
         for _ in range(calls):
             call()
-        took.append(time.perf_counter() - begin)
+        if begin > hot:
+            took.append(time.perf_counter() - begin)
     torch.cuda.synchronize()
     return statistics.median(took) / calls * 1e6
 
@@ -71,6 +75,9 @@ def problem(comm, lengths, hidden, heads):
     }, batch
 
 
+in_a_row = 100  # calls of which a backward is timed; their launches wait for no device
+
+
 class Nothing(torch.autograd.Function):
     """What torch itself takes for a node with as many tensors: it keeps six and makes one."""
 
@@ -87,7 +94,9 @@ class Nothing(torch.autograd.Function):
 
 def of_delta_rule(say, comm, lengths, heads, norms):
     """Prints a line of the delta rule as bench.cuda.delta_rule_calls does: a forward that autograd does not record, one
-    that it does, and a backward; of tiny tensors the host's times, a backward being that of ten calls in a row."""
+    that it does, and a backward; of tiny tensors the host's times, a backward being one of many in a row, for the
+    thread that runs them must wake first, and the same of the extension's calls alone, whose results are there, of an
+    empty node of autograd, and of a tensor that is made: by it processes, of which some run at half speed, compare."""
     sharding = cpx.shard(cpx.thd.from_lengths(lengths), cpx.zigzag(1))
     plan, rows = ct.carry(sharding, comm), sharding.rows(0)
     kind = {"device": device, "dtype": torch.bfloat16}
@@ -114,24 +123,34 @@ def of_delta_rule(say, comm, lengths, heads, norms):
         return
     x = v.clone().requires_grad_()
 
-    def ten(node):
+    def row(node):
         y = x
-        for _ in range(10):
+        for _ in range(in_a_row):
             y = node(y)
         return y
 
     line(
-        "torch", "us", 1, microseconds(lambda: call(v)), microseconds(lambda: call(x)), backward_microseconds(ten(call), x)
+        "torch", "us", 1, microseconds(lambda: call(v)), microseconds(lambda: call(x)),
+        backward_microseconds(row(call), x)
     )
-    saved = torch.empty(4, device=device)
+    name, given, options = "gated_delta_rule", [q, k, v, g, beta], (heads, (64, norms, 0.0), comm.of)
+    y, gradients = torch.empty_like(v), tuple(torch.empty_like(x) for x in given)
+    saved = torch.empty(plan.segments * heads[1] * heads[2] * heads[3], device=device)
+    line(
+        "alone", "us", 1,
+        microseconds(lambda: _ext.recur(name, plan.of, given, y, *options, None, None, None, None)),
+        microseconds(lambda: _ext.recur(name, plan.of, given, y, *options, None, None, saved, None)),
+        microseconds(lambda: _ext.recur_backward(name, plan.of, given, dy, gradients, *options, saved, *[None] * 3)),
+    )
     empty = lambda v: Nothing.apply(q, k, v, g, beta, saved)
-    line("empty", "us", 1, float("nan"), microseconds(lambda: empty(x)), backward_microseconds(ten(empty), x))
+    line("empty", "us", 1, float("nan"), microseconds(lambda: empty(x)), backward_microseconds(row(empty), x))
+    line("tensor", "us", 1, microseconds(lambda: torch.empty_like(v)))
 
 
 def backward_microseconds(y, x):
-    """Returns the time of the host for the backward of one of the ten calls of which y is made."""
+    """Returns the time of the host for the backward of one of the calls of which y is made."""
     dy = torch.ones_like(y)
-    return microseconds(lambda: torch.autograd.grad(y, x, dy, retain_graph=True), calls=1) / 10
+    return microseconds(lambda: torch.autograd.grad(y, x, dy, retain_graph=True), calls=1) / in_a_row
 
 
 def backward(call, x):
@@ -175,13 +194,19 @@ def main():
     pairs = [(cpx.shard(b, cpx.zigzag(world)), cpx.shard(b, cpx.sequential(world))) for b in others]
     plans = [ct.relayout(*pair, comm) for pair in pairs]
     rows = [torch.randn(pair[0].rows(rank), 8, device=device) for pair in pairs]
-    at = iter(range(10**9))
+    results = [torch.empty(pair[1].rows(rank), 8, device=device) for pair in pairs]
+    at = itertools.cycle(zip(plans, rows, results))
 
     def next_packing():
-        n = next(at) % len(plans)
-        ct.exchange(rows[n], plans[n], comm)
+        plan, x, _ = next(at)
+        ct.exchange(x, plan, comm)
 
-    say(f"{'exchange, another packing':30} {microseconds(next_packing):10.1f}")
+    def next_alone():
+        plan, x, y = next(at)
+        _ext.exchange(plan.of, x, y, comm.of)
+
+    for name, call in {"exchange, another packing": next_packing, "the extension's call alone": next_alone}.items():
+        say(f"{name:30} {microseconds(call):10.1f}")
     comm.wait()
     comm.of.leave()
     dist.destroy_process_group()

@@ -44,4 +44,5 @@ NB_MODULE(_ext, m) {
     binding::bind_experts(m);
     binding::bind_positions(m);
     binding::bind_local(m);
+    binding::bind_tensors(m);
 }

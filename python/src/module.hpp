@@ -17,5 +17,6 @@ void bind_attention(nanobind::module_& m);
 void bind_experts(nanobind::module_& m);
 void bind_positions(nanobind::module_& m);
 void bind_local(nanobind::module_& m);
+void bind_tensors(nanobind::module_& m);
 
 } // namespace binding

@@ -11,6 +11,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from torch.utils._python_dispatch import TorchDispatchMode
+
 import cpx
 
 pytest.importorskip("cpx.torch")
@@ -62,6 +64,16 @@ def test_miles_rows_become_equal_parts_of_the_packed_batch_and_back(ranks):
     cpx.run(ranks, program)
 
 
+@pytest.mark.parametrize("ranks", [1, 3, 4])
+def test_any_number_of_ranks_puts_a_whole_row_together(ranks):
+    cu = [0, 4 * ranks, 10 * ranks, 10 * ranks, 12 * ranks]
+    whole = rows_of(cu)
+    cuts = [whole[a:b] for a, b in zip(cu, cu[1:])]
+    rows = [torch.cat([miles.natural_to_zigzag_slice(x, ranks, r, dim=0) for x in cuts]) for r in range(ranks)]
+    assert torch.equal(miles.reassemble_full_row(rows, cu, ranks), whole)
+    assert all(torch.equal(x, whole[own(cpx.shard(cpx.thd(cu), cpx.zigzag(ranks)), r)]) for r, x in enumerate(rows))
+
+
 def test_a_whole_row_is_put_together_of_all_ranks_rows():
     cu = [0, 8, 24, 24, 28]
     whole = torch.arange(28)
@@ -79,6 +91,24 @@ def test_a_whole_row_is_put_together_of_all_ranks_rows():
 def test_miles_group_is_the_one_it_says():
     with pytest.raises(cpx.Error, match="cp_rank and cp_size: expected 0, 1 of the group, got 0, 2"):
         cpx.run(1, lambda comm: miles.zigzag_to_packed_shard(torch.zeros(8, 1), [0, 8], comm, 0, 2))
+
+
+def test_a_rank_that_has_another_batch_or_ends_is_named_to_all():
+    cu = padded[3]
+
+    def program(comm, cu_of):
+        x = torch.zeros(cu[-1] // 3, 2, requires_grad=True)
+        miles.zigzag_to_packed_shard(x, cu_of(comm.rank), comm, comm.rank, 3).sum().backward()
+
+    with pytest.raises(cpx.Error, match="exchange.*expected one value on all ranks"):
+        cpx.run(3, program, lambda rank: (0, 24, 48, 57) if rank == 2 else cu, deadline=20)
+
+    def ends(comm):
+        if comm.rank != 1:
+            program(comm, lambda rank: cu)
+
+    with pytest.raises(cpx.Error, match="rank 1 to take part, got its return"):
+        cpx.run(3, ends, deadline=20)
 
 
 def reference_convolution(x, weight, bias, cu):
@@ -162,6 +192,28 @@ def test_fla_gates_are_computed_where_it_says_so():
     cpx.run(1, program)
 
 
+def test_gradients_of_fla_rows_are_not_copied():
+    """The first dimension, of one, comes and goes by views, in the backward, too: select's would fill and copy."""
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            seen.add(str(op))
+            return op(*args, **(kwargs or {}))
+
+    def program(comm):
+        context = fla.build_cp_context([0, 12], comm, conv1d_kernel_size=4)
+        x, *inputs = (t.float()[None].requires_grad_() for t in (rows_of((0, 12), 6), *fla_inputs(12)))
+        with Seen():
+            y, _ = fla.causal_conv1d(x, torch.ones(6, 4), activation="silu", cp_context=context)
+            o, _ = fla.chunk_gated_delta_rule(*inputs, cp_context=context)
+            torch.autograd.grad((y, o), (x, *inputs), (torch.ones_like(y), torch.ones_like(o)))
+
+    seen = set()
+    cpx.run(1, program)
+    assert {"cpx.causal_conv1d_backward.default", "cpx.gated_delta_rule_backward.default"} <= seen
+    assert not seen & {"aten.select_backward.default", "aten.copy_.default", "aten.clone.default"}, seen
+
+
 @pytest.mark.parametrize(
     "cu, ranks, rank, local, before, behind, tokens",
     [
@@ -194,10 +246,10 @@ def test_fla_refuses_states_and_batches_by_name():
     cpx.run(1, program)
 
 
-sections = (8, 8, 4, 16, 32, 4)
+sections = (24, 24, 12, 48, 96, 12)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("cu", [(0, 32, 64), (0, 16, 48, 80), (0, 5, 19)])
 def test_megatron_exchanges_all_sections_of_a_packed_batch_at_once(cu, ranks):
     whole = rows_of(cu, sum(sections))[:, None]
@@ -212,8 +264,8 @@ def test_megatron_exchanges_all_sections_of_a_packed_batch_at_once(cu, ranks):
         assert torch.equal(y, wanted)
         v = share[3].clone().requires_grad_()
         norm = megatron.a2a_hp_to_cp(v, ranks, comm, params, back)
-        assert torch.equal(norm, x[..., 20:36])
-        norm.backward(whole[own(zigzag, comm.rank)][..., 20:36])
+        assert torch.equal(norm, x[..., 60:108])
+        norm.backward(whole[own(zigzag, comm.rank)][..., 60:108])
         assert torch.equal(v.grad, share[3])
         y.backward(y.detach())
         assert torch.equal(x.grad, x)
@@ -221,32 +273,34 @@ def test_megatron_exchanges_all_sections_of_a_packed_batch_at_once(cu, ranks):
     cpx.run(ranks, program)
 
 
+@pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("balanced", [True, False])
-def test_megatron_rows_of_one_length_keep_their_batch(balanced):
-    whole = rows_of((0, 12), 2 * 24).view(12, 2, 24)
-    layout = cpx.zigzag(2) if balanced else cpx.sequential(2)
-    sharding = cpx.shard(cpx.thd([0, 12]), layout)
+def test_megatron_rows_of_one_length_keep_their_batch(balanced, ranks):
+    whole = rows_of((0, 24), 2 * 36).view(24, 2, 36)
+    layout = cpx.zigzag(ranks) if balanced else cpx.sequential(ranks)
+    sharding = cpx.shard(cpx.thd([0, 24]), layout)
 
     def program(comm):
         x = whole[own(sharding, comm.rank)]
-        y = megatron.tensor_a2a_cp2hp(x, 0, -1, comm, [8, 16], undo_attention_load_balancing=balanced)
-        share = torch.cat([p.chunk(2, -1)[comm.rank] for p in whole.split([8, 16], -1)], -1)
+        y = megatron.tensor_a2a_cp2hp(x, 0, -1, comm, [12, 24], undo_attention_load_balancing=balanced)
+        share = torch.cat([p.chunk(ranks, -1)[comm.rank] for p in whole.split([12, 24], -1)], -1)
         assert torch.equal(y, share)
-        z = megatron.tensor_a2a_hp2cp(y, 0, -1, comm, [4, 8], redo_attention_load_balancing=balanced)
+        shares = [12 // ranks, 24 // ranks]
+        z = megatron.tensor_a2a_hp2cp(y, 0, -1, comm, shares, redo_attention_load_balancing=balanced)
         assert torch.equal(z, x)
-        with pytest.raises(cpx.Error, match=r"tensor_a2a_cp2hp: sections: expected multiples of 2 ranks, got \[9\]"):
-            megatron.tensor_a2a_cp2hp(x[..., :9], 0, -1, comm)
+        with pytest.raises(cpx.Error, match=rf"tensor_a2a_cp2hp: sections: expected multiples of {ranks} ranks, got \[7\]"):
+            megatron.tensor_a2a_cp2hp(x[..., :7], 0, -1, comm)
         with pytest.raises(cpx.Error, match="seq_dim, head_dim"):
             megatron.tensor_a2a_cp2hp(x, 1, -1, comm)
 
-    cpx.run(2, program)
+    cpx.run(ranks, program)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_twinkle_heads_of_several_tensors_come_in_one_exchange(ranks):
     tokens = 4 * ranks
     draw = torch.Generator().manual_seed(1)
-    whole = [torch.randn(2, tokens, h, d, generator=draw) for h, d in ((4, 3), (4, 3), (8, 2), (8, 1))]
+    whole = [torch.randn(2, tokens, h, d, generator=draw) for h, d in ((12, 3), (12, 3), (24, 2), (24, 1))]
 
     def program(comm):
         context = types.SimpleNamespace(sp_world_size=ranks, rp_world_size=1, _sp_group=comm)

@@ -23,7 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 import cpx  # noqa: E402
 import cpx.torch as ct  # noqa: E402
 import ranks  # noqa: E402
-from cpx.torch import _group, _objects  # noqa: E402
+from cpx import _ext  # noqa: E402
+from cpx.torch import _group, _objects, _operator  # noqa: E402
 
 batch = cpx.thd([0, 5, 5, 6, 70, 147])
 heads = cpx.Heads(2, 4, 8, 6)
@@ -469,6 +470,27 @@ def test_modes_classes_of_tensors_and_profiles_see_the_operators():
         assert {f"cpx.{name}.default", f"cpx.{name}_backward.default"} <= seen
 
 
+def test_what_torch_must_see_is_told_from_what_needs_the_kernel_alone():
+    """None: torch must see it, or it does not fit; else whether autograd records a call."""
+    plain, x, y = {torch.Tensor, torch.nn.Parameter}, torch.zeros(3), torch.zeros(3, requires_grad=True)
+
+    class Own(torch.Tensor):
+        pass
+
+    for tensors, wanted in [
+        ((x, None), False), ((x, y), True), ((x, torch.nn.Parameter(x)), True), ((torch._neg_view(x), y), None),
+        ((x, x.as_subclass(Own)), None), ((x, x.numpy()), None),
+    ]:
+        assert _ext.gradient_wanted(tensors, plain) is wanted
+        named = dict(zip("qg", tensors))
+        described = wanted if hasattr(torch.Tensor, "__dlpack_c_exchange_api__") else None
+        assert _ext.gradient_wanted_of(named, plain, 1, 0, ()) is described
+        assert _ext.gradient_wanted_of(named, plain, 2, 0, ()) is None  # all are on the host
+        assert _ext.gradient_wanted_of({**named, "v": x.double()}, plain, 1, 0, ("v",)) is None
+    with torch.no_grad():
+        assert not _operator.check("exchange", x.device, x=y)
+
+
 def test_parameters_and_lazily_negated_tensors_are_read_as_their_values():
     def program(comm):
         s = cpx.shard(small, cpx.zigzag(1))
@@ -846,6 +868,30 @@ def test_ten_thousand_calls_leak_nothing():
 
     objects, traced, memory = one_rank(program)
     assert objects < 100 and traced < 2_800 and memory < 8 << 20
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_a_new_packing_a_step_leaves_memory_as_it_was():
+    """Of more packings than plans are kept for."""
+
+    def program(comm):
+        def steps(first, last):
+            for n in range(first, last):
+                made = cpx.thd([0, n % 97, 97 + n % 89, 2000 + n])
+                zigzag, sequential = (cpx.shard(made, layout(1)) for layout in (cpx.zigzag, cpx.sequential))
+                x = torch.zeros(2000 + n, 1, requires_grad=True)
+                y = ct.exchange(x, ct.relayout(zigzag, sequential, comm), comm)
+                ct.shift_rows(y, ct.halo(zigzag, comm, 1), comm).sum().backward()
+            gc.collect()
+            return resident(), len(_objects._objects)
+
+        steps(0, 600)
+        memory, objects = steps(600, 1200)
+        later = steps(1200, 4200)
+        return later[0] - memory, later[1] - objects
+
+    memory, objects = one_rank(program)
+    assert memory < 8 << 20 and objects == 0  # plans that stay would be 80 MB, of 8 bytes a row
 
 
 @pytest.mark.parametrize("end", ["", "del comm, plan", "del x, y", "del cpx", "y.sum().backward()"])

@@ -45,16 +45,22 @@ def move(x, source, target, comm):
 
 def _computed(tensors):
     """Returns tensors in one type, in which their device computes: the widest of them, on the host 32 bits or more."""
-    kind = functools.reduce(torch.promote_types, (x.dtype for x in tensors if x is not None))
-    if kind.itemsize < 4 and all(x.device.type == "cpu" for x in tensors if x is not None):
+    kinds = {x.dtype for x in tensors if x is not None}
+    kind = kinds.pop() if len(kinds) == 1 else functools.reduce(torch.promote_types, kinds)
+    if kind.itemsize < 4 and all(x.is_cpu for x in tensors if x is not None):
         kind = torch.float32
-    return [x if x is None else x.to(kind).contiguous() for x in tensors]
+    return [x if x is None else _as(kind, x).contiguous() for x in tensors]
+
+
+def _as(kind, x):
+    return x if x.dtype is kind else x.to(kind)  # which takes a microsecond to find it so
 
 
 def causal_conv1d(x, weight, bias, activation, of, comm):
     """cpx.torch.causal_conv1d on the sharding `of`. x: (rows, channels), weight: (channels, K). Returned as x."""
     a, w, b = _computed((x, weight, bias))
-    return cpx.torch.causal_conv1d(a, w, cpx.torch.halo(of, comm, w.shape[1] - 1), comm, b, activation).to(x.dtype)
+    y = cpx.torch.causal_conv1d(a, w, cpx.torch.halo(of, comm, w.shape[1] - 1), comm, b, activation)
+    return _as(x.dtype, y)
 
 
 def gated_delta_rule(q, k, v, g, beta, of, comm, **options):
@@ -65,4 +71,4 @@ def gated_delta_rule(q, k, v, g, beta, of, comm, **options):
         q, k, v_ = _computed((q, k, v))
         g, beta = (x.float().contiguous() for x in (g, beta))
     inputs = q, k, v_, g, beta
-    return cpx.torch.gated_delta_rule(*inputs, cpx.torch.carry(of, comm), comm, **options).to(v.dtype)
+    return _as(v.dtype, cpx.torch.gated_delta_rule(*inputs, cpx.torch.carry(of, comm), comm, **options))

@@ -101,7 +101,7 @@ def _rows(where, context, states, x):
         raise cpx.Error(where, "states", "neither initial nor final ones with a cp_context", "one of them")
     if x.dim() < 2 or x.shape[0] != 1:
         raise cpx.Error(where, "shape", "(1, rows, ...) of a packed batch", tuple(x.shape))
-    return x[0]
+    return x.squeeze(0)  # whose backward is a view, of x[0] a fill and a copy
 
 
 def causal_conv1d(

@@ -94,7 +94,7 @@ class Part:
             positions = self._tensor(self.sharding.positions(self.comm.rank)).expand(3, -1)
         with _instead({tower: towers}):
             out = self.model(input_ids=input_ids[None], position_ids=positions[:, None], use_cache=False, **inputs)
-        logits = out.logits[0]
+        logits = out.logits.squeeze(0)  # without a copy in the backward
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         following = whole[self.rows[self.known] + 1]
         logp = logits[self.known].log_softmax(-1).gather(1, following[:, None])[:, 0]
@@ -163,7 +163,7 @@ class Part:
         if dropout or window is not None:
             got = f"dropout {dropout}, window {window}"
             raise cpx.Error(_where, "attention", "no dropout and no sliding window", got)
-        pair = torch.stack((key[0], value[0])).permute(2, 0, 1, 3)  # rows, 2, heads, dim
+        pair = torch.cat((key, value)).permute(2, 0, 1, 3)  # rows, 2, heads, dim
         keys, values = move(pair, self.sharding, self.everything, self.comm).permute(1, 2, 0, 3)
         outs = []
         for sequence, token, row, count in self.segments:
@@ -182,11 +182,11 @@ class Part:
 
     def linear_attention(self, layer, hidden):
         """A gated delta net on hidden states (1, rows, hidden)."""
-        x = hidden[0]
+        x = hidden.squeeze(0)
         if self.linear is not self.sharding:
             x = move(x, self.sharding, self.linear, self.comm)
         rows = len(x)
-        weight, bias = layer.conv1d.weight[:, 0], layer.conv1d.bias
+        weight, bias = layer.conv1d.weight.squeeze(1), layer.conv1d.bias
         mixed = causal_conv1d(layer.in_proj_qkv(x), weight, bias, "silu", self.linear, self.comm)
         q, k, v = mixed.split([layer.key_dim, layer.key_dim, layer.value_dim], 1)
         q, k = (y.reshape(rows, -1, layer.head_k_dim) for y in (q, k))

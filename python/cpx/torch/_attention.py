@@ -9,7 +9,7 @@ from cpx._error import Error, require
 
 from ._group import device_extension
 from ._objects import Attention, held, taken_comm
-from ._operator import array, backward_operator, check, contiguous_like, keep, operator, sums
+from ._operator import backward_operator, check, contiguous_like, keep, operator, sums
 
 
 def _results(q, heads):
@@ -20,7 +20,7 @@ def _attention(q, k, v, scale, heads, plan, comm):
     p, c = held("attention", "plan", plan), held("attention", "communicator", comm)
     o, lse = made = _results(q, heads)
     cpx.attention(
-        p.queries, p.keys, p.rank, array(q), array(k), array(v), p.heads, scale=scale, lse=lse, out=o, comm=c
+        p.queries, p.keys, p.rank, q, k, v, p.heads, scale=scale, lse=lse, out=o, comm=c
     )
     return made
 
@@ -30,8 +30,8 @@ def _attention_backward(q, k, v, o, do, lse, scale, plan, comm):
     p, c = held(where, "plan", plan), held(where, "communicator", comm)
     made = dq, dk, dv = contiguous_like(q), contiguous_like(k), contiguous_like(v)
     cpx.attention_backward(
-        p.queries, p.keys, array(q), array(k), array(v), array(o), array(do.contiguous()), array(lse), p.heads, c,
-        scale=scale, dq=array(dq), dk=array(dk), dv=array(dv)
+        p.queries, p.keys, q, k, v, o, do.contiguous(), lse, p.heads, c,
+        scale=scale, dq=dq, dk=dk, dv=dv
     )
     return made
 
@@ -86,16 +86,16 @@ def attention(q, k, v, plan, comm, *, scale=None):
     comm = taken_comm(where, comm)
     if not isinstance(plan, Attention):
         raise Error(where, "plan", "one of cpx.torch.attention_plan", type(plan).__name__)
-    check(where, comm.device, q=q, k=k, v=v)
+    recorded = check(where, comm.device, q=q, k=k, v=v)
     require(q.dim() > 0, where, "q", "an array of rows", "a number")
-    return _attention_op(q, k, v, scale, plan.query_heads, plan.handle, comm.handle)[0]
+    return _attention_op(recorded, q, k, v, scale, plan.query_heads, plan.handle, comm.handle)[0]
 
 
 def _turned(x, positions, frequencies, head_dim, axes, rounding, back):
     y = contiguous_like(x)
     rotate = _ext.rotary if x.is_cpu else device_extension("rotary").rotary
-    options = head_dim, array(frequencies), list(axes or []), rounding, back
-    rotate(array(x), array(positions.contiguous()), *options, array(y))
+    options = head_dim, frequencies, list(axes or []), rounding, back
+    rotate(x, positions.contiguous(), *options, y)
     return y
 
 
@@ -136,12 +136,12 @@ def rotary(x, positions, frequencies, head_dim=None, *, axes=None, rounding="fp3
     no gradient. rounding as of `cpx.rotary`. Bitwise the same on every sharding. No communication.
     """
     where = "rotary"
-    check(where, getattr(x, "device", None), x=x)
-    check(where, x.device, positions=positions)
-    check(where, torch.device("cpu"), frequencies=frequencies)
+    seen = [check(where, getattr(x, "device", None), x=x), check(where, x.device, positions=positions)]
+    seen.append(check(where, torch.device("cpu"), frequencies=frequencies))
     if head_dim is None:
         require(x.dim() == 3, where, "x without head_dim", "(rows, heads, head_dim)", tuple(x.shape))
         head_dim = x.shape[2]
     if torch.is_grad_enabled() and frequencies.requires_grad:
         raise Error(where, "frequencies", "a tensor that wants no gradient", "one that does")
-    return _rotary_op(x, positions, frequencies, head_dim, None if axes is None else list(axes), rounding)
+    recorded = None if None in seen else seen[0]
+    return _rotary_op(recorded, x, positions, frequencies, head_dim, None if axes is None else list(axes), rounding)

@@ -14,13 +14,13 @@ _to_experts_name, _to_tokens_name = "ExpertExchange.to_experts", "ExpertExchange
 
 def _gather(x, shape, at, where):
     y = x.new_empty(shape)
-    held(where, "experts", at).of._to_experts(array(moved(x.contiguous())), y)
+    held(where, "experts", at).of._to_experts(moved(x.contiguous()), y)
     return y
 
 
 def _scatter(x, shape, at, where):
     y = x.new_empty(shape)
-    held(where, "experts", at).of._to_tokens(array(moved(x.contiguous())), y)
+    held(where, "experts", at).of._to_tokens(moved(x.contiguous()), y)
     return y
 
 
@@ -103,14 +103,14 @@ class ExpertExchange(_Held):
         (tokens, choices, width). Choices' gradients of one row are added by torch's `sum`: of eight choices and more
         not always in their order.
         """
-        check(_to_experts_name, self.device, x=x)
+        recorded = check(_to_experts_name, self.device, x=x)
         require(x.dim() > 0, _to_experts_name, "x", "an array of rows", "a number")
         require(width is None or width >= 0, _to_experts_name, "width", "at least 0", width)
         width = math.prod(x.shape[1:]) if width is None else width
-        return _gather_op(x, [self.count, width], self.tokens, self.choices, self.handle)
+        return _gather_op(recorded, x, [self.count, width], self.tokens, self.choices, self.handle)
 
     def to_tokens(self, x):
         """Brings them back: x (count, ...), to (tokens, choices, ...)."""
-        check(_to_tokens_name, self.device, x=x)
+        recorded = check(_to_tokens_name, self.device, x=x)
         require(x.dim() > 0, _to_tokens_name, "x", "an array of rows", "a number")
-        return _scatter_op(x, self.tokens, self.choices, self.handle)
+        return _scatter_op(recorded, x, self.tokens, self.choices, self.handle)

@@ -43,7 +43,7 @@ def _keep(ctx, where, args):
 
 def _put(x, features, positions, kind):
     at, y = held("put_features", "positions", positions), x.clone(memory_format=torch.contiguous_format)
-    _ext.put_features(at.of, kind, array(features), y)
+    _ext.put_features(at.of, kind, features, y)
     return y
 
 
@@ -73,13 +73,13 @@ _put_op = operator(
 
 def _add(x, features, positions, kind):
     at, y = held("add_features", "positions", positions), x.clone(memory_format=torch.contiguous_format)
-    _ext.add_features(at.of, kind, array(features), y)
+    _ext.add_features(at.of, kind, features, y)
     return y
 
 
 def _add_backward(dy, positions, kind, shape):
     at, dfeatures = held("add_features_backward", "positions", positions), dy.new_empty(shape)
-    _ext.add_features_backward(at.of, kind, array(dy.contiguous()), dfeatures)
+    _ext.add_features_backward(at.of, kind, dy.contiguous(), dfeatures)
     return dfeatures
 
 
@@ -100,8 +100,7 @@ _add_op = operator(
 def _at_placeholders(where, op, x, features, positions, kind):
     if not isinstance(positions, Positions):
         raise Error(where, "positions", "what cpx.torch.mrope_positions returns", type(positions).__name__)
-    check(where, positions.device, x=x, features=features)
-    return op(x, features, positions.handle, kind)
+    return op(check(where, positions.device, x=x, features=features), x, features, positions.handle, kind)
 
 
 def put_features(x, features, positions, kind):

@@ -15,7 +15,7 @@ import torch
 import cpx
 from cpx._error import Error, require
 
-_objects = weakref.WeakValueDictionary()
+_objects = {}  # weak references of handles; a WeakValueDictionary takes four times as long to find one
 _known = weakref.WeakKeyDictionary()  # of communicators of package cpx: handle and plans
 _handles = itertools.count(1)
 
@@ -32,13 +32,14 @@ class _Held:
 
 def _handle_of(thing):
     handle = next(_handles)
-    _objects[handle] = thing
+    _objects[handle] = weakref.ref(thing, lambda _, known=_objects: known.pop(handle))
     return handle
 
 
 def held(where, what, handle):
     """Returns the object of a handle. Raises cpx.Error if it is gone."""
-    found = _objects.get(handle)
+    known = _objects.get(handle)
+    found = known and known()
     if found is None:
         raise Error(where, what, "one that lives until the last backward of its calls", "one that is gone")
     return found

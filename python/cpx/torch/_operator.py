@@ -5,9 +5,12 @@ The kernels of the key Autograd are registered here, and not by torch's `registe
 twenty microseconds more a call.
 """
 
+import functools
+
 import torch
 from torch import library as registry
 
+from cpx import _ext
 from cpx._error import Error, require
 
 from ._objects import held
@@ -22,7 +25,7 @@ _described = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")  # torch 2.10 an
 
 
 def array(x):
-    """Returns x as package cpx reads it, for its values alone."""
+    """Returns x as package cpx reads it, for its values alone. Kernels are given what has gone through this."""
     if x is None:
         return None
     if x.requires_grad and not _described:
@@ -31,6 +34,8 @@ def array(x):
 
 
 def contiguous_like(x, *_):
+    if x.is_contiguous():  # saves torch to read a format
+        return torch.empty_like(x)
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
@@ -47,11 +52,23 @@ def sums(x):
     return x.dtype if x.is_cpu else torch.float32
 
 
+@functools.cache
+def _place(device):
+    """Returns type and number of a device, as DLPack has them, or what no tensor has."""
+    kind, index = getattr(device, "type", None), getattr(device, "index", None)
+    return (2, index) if kind == "cuda" and index is not None else (int(kind == "cpu"), 0)
+
+
 def check(where, device, _sums=(), **tensors):
     """Raises cpx.Error unless all are tensors of one dtype on that device. None is none.
 
     _sums: those that are of `sums` of the others.
+    Returns whether autograd records a call of these tensors, or None if torch must see it; see `_register`.
     """
+    if not _watched():
+        wanted = _ext.gradient_wanted_of(tensors, _plain, *_place(device), _sums)
+        if wanted is not None:  # and all fits: what does not is named below
+            return wanted and torch.is_grad_enabled()
     first = None
     for name, x in tensors.items():
         if x is None:
@@ -68,6 +85,7 @@ def check(where, device, _sums=(), **tensors):
             require(x.dtype is torch.float32, where, f"dtype of {name}", "torch.float32, on devices", x.dtype)
         elif x.dtype is not first:
             raise Error(where, f"dtype of {name}", f"{first}, as of the others", str(x.dtype))
+    return None
 
 
 def keep(ctx, where, plan, comm):
@@ -95,84 +113,98 @@ def _watched():
 
 
 def operator(schema, kernel, fake, save, backward, alone=None, seen=None):
-    """Registers an operator and returns what calls it.
+    """Registers an operator and returns what calls it: call(recorded, *args), where `check` returned `recorded`.
 
     save(ctx, args, results) keeps what backward(ctx, *gradients of results) needs, which returns one gradient, or
     None, for every argument. alone: the kernel where the dispatcher is left out, if None may stand for a result there.
     seen: so many results come back there from a call that is recorded, for all others are for the gradient.
     """
 
-    def recorded(run, seen):
-        class Node(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx, *args):
-                results = run(*args)
-                save(ctx, args, results)
-                return results if seen is None else results[:seen]
+    def forward(ctx, run, args):
+        results = run(*args)
+        save(ctx, args, results)
+        return results
 
-            @staticmethod
-            def backward(ctx, *gradients):
-                return backward(ctx, *gradients)
-
-        return Node
-
-    return _register(schema, kernel, fake, recorded, alone or kernel, seen)
+    return _register(schema, kernel, fake, forward, backward, alone or kernel, seen)
 
 
 def backward_operator(schema, kernel, fake, alone=None):
-    """The same of an operator that computes gradients, and has none itself: a double backward raises cpx.Error."""
+    """The same of an operator that computes gradients, and has none itself: a double backward raises cpx.Error.
 
-    def recorded(run, seen):
-        class Node(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx, *args):
-                return run(*args)
-
-            @staticmethod
-            def backward(ctx, *gradients):
-                raise Error(name.removesuffix("_backward"), "double backward", "a gradient that is taken once",
-                            "a gradient of its gradient")
-
-        return Node
-
-    name = schema.partition("(")[0]
-    return _register(schema, kernel, fake, recorded, alone or kernel, None)
-
-
-def _register(schema, kernel, fake, recorded, alone, seen):
-    """Registers an operator, whose tensors are its first arguments; recorded(run, seen) returns its node of autograd.
-
-    What calls it leaves the dispatcher out where that would only run the kernel, which takes half of a call's time.
+    Returns call(*args), which asks of its tensors itself.
     """
-    name, _, arguments = schema.partition("(")
+    name, tensors = schema.partition("(")[0], _tensors(schema)
+
+    def backward(ctx, *gradients):
+        raise Error(name.removesuffix("_backward"), "double backward", "a gradient that is taken once",
+                    "a gradient of its gradient")
+
+    call = _register(schema, kernel, fake, lambda ctx, run, args: run(*args), backward, alone or kernel, None)
+
+    def ask_and_call(*args):
+        wanted = None if _watched() else _ext.gradient_wanted(args[:tensors], _plain)
+        return call(wanted and torch.is_grad_enabled(), *args)
+
+    return ask_and_call
+
+
+def _tensors(schema):
+    """Returns how many tensors an operator takes, which are its first arguments."""
+    return schema.partition("(")[2].partition(")")[0].count("Tensor")
+
+
+def _register(schema, kernel, fake, forward, backward, alone, seen):
+    """Registers an operator and returns what calls it: call(recorded, *args). forward(ctx, run, args) runs run(*args).
+
+    A call leaves the dispatcher out, which takes half of its time, unless `recorded` is None: else that would only run
+    the kernel, or the node of autograd.
+    """
+    name, tensors = schema.partition("(")[0], _tensors(schema)
+
+    def of_values(run):
+        return lambda *args: run(*map(array, args[:tensors]), *args[tensors:])
+
+    if not _described:
+        alone = of_values(alone)
     _operators.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _operators.impl(name, kernel, "CompositeExplicitAutograd")
+    _operators.impl(name, of_values(kernel), "CompositeExplicitAutograd")
     registry.register_fake("cpx::" + name, fake, lib=_operators)
     op = getattr(torch.ops.cpx, name).default
-    tensors = arguments.partition(")")[0].count("Tensor")
 
     def dispatched(*args):
         with _below_autograd():
             return op(*args)
 
-    node, node_alone = recorded(dispatched, None), recorded(alone, seen)
-    for made in node, node_alone:
-        made.__name__ = made.__qualname__ = name
-    record = super(torch.autograd.Function, node_alone).apply  # Function's own looks for transforms: there are none
+    class Node(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *args):
+            return forward(ctx, dispatched, args)
+
+        @staticmethod
+        def backward(ctx, *gradients):
+            return backward(ctx, *gradients)
+
+    class Alone(torch.autograd.Function):  # what are no tensors is one argument: torch looks at each
+        @staticmethod
+        def forward(ctx, *args):
+            results = forward(ctx, alone, (*args[:-1], *args[-1]))
+            return results if seen is None else results[:seen]
+
+        @staticmethod
+        def backward(ctx, *gradients):
+            return *backward(ctx, *gradients)[:tensors], None
+
+    for node in Node, Alone:
+        node.__name__ = node.__qualname__ = name
+    record = super(torch.autograd.Function, Alone).apply  # Function's own looks for transforms: there are none
 
     def autograd(*args):
-        return node.apply(*args) if wants_gradient(args) else dispatched(*args)
+        return Node.apply(*args) if wants_gradient(args) else dispatched(*args)
 
-    def call(*args):
-        if _watched():
+    def call(recorded, *args):
+        if recorded is None:
             return op(*args)
-        wanted = False
-        for x in args[:tensors]:
-            if x is not None:
-                if type(x) not in _plain:
-                    return op(*args)
-                wanted = wanted or x.requires_grad
-        return record(*args) if wanted and torch.is_grad_enabled() else alone(*args)
+        return record(*args[:tensors], args[tensors:]) if recorded else alone(*args)
 
     _operators.impl(name, autograd, "Autograd")
     return call

@@ -13,7 +13,7 @@ from cpx._error import Error, require
 
 from ._objects import Carry, Halo, Relayout, held, taken_comm, taken_plan
 from ._operator import (
-    array, backward_operator, check, contiguous_like, keep, moved, operator, sums, wants_gradient
+    backward_operator, check, contiguous_like, keep, moved, operator, sums, wants_gradient
 )
 from ._window import empty
 
@@ -33,14 +33,14 @@ def _rows(where, x):
 def _exchange(x, plan, comm, shape):
     p, c = _held("exchange", plan, comm)
     y = empty(x, shape, c)
-    _ext.exchange(p.of, array(moved(x)), y, c)
+    _ext.exchange(p.of, moved(x), y, c)
     return y
 
 
 def _exchange_backward(dy, plan, comm, shape):
     p, c = _held("exchange_backward", plan, comm)
     dx = empty(dy, shape, c)
-    _ext.exchange(p.back, array(moved(dy.contiguous())), dx, c)
+    _ext.exchange(p.back, moved(dy.contiguous()), dx, c)
     return dx
 
 
@@ -74,11 +74,11 @@ def exchange(x, plan, comm):
     """
     where = "exchange"
     comm, plan = taken_comm(where, comm), taken_plan(where, plan, Relayout)
-    check(where, comm.device, x=x)
+    recorded = check(where, comm.device, x=x)
     row = _rows(where, x)
     if plan.target_width and plan.target_width != math.prod(row):
         row = [plan.target_width]
-    return _exchange_op(x, plan.handle, comm.handle, [plan.target_rows, *row])
+    return _exchange_op(recorded, x, plan.handle, comm.handle, [plan.target_rows, *row])
 
 
 # shift_rows
@@ -87,14 +87,14 @@ def exchange(x, plan, comm):
 def _shift(x, plan, comm, fill):
     p, c = _held("shift_rows", plan, comm)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    _ext.shift_rows(p.of, array(x), y, c, fill)
+    _ext.shift_rows(p.of, x, y, c, fill)
     return y
 
 
 def _shift_backward(dy, plan, comm):
     p, c = _held("shift_rows_backward", plan, comm)
     dx = torch.empty_like(dy, memory_format=torch.contiguous_format)
-    _ext.shift_rows(p.back, array(dy.contiguous()), dx, c, 0)
+    _ext.shift_rows(p.back, dy.contiguous(), dx, c, 0)
     return dx
 
 
@@ -116,9 +116,9 @@ def shift_rows(x, plan, comm, fill=0.0):
     """
     where = "shift_rows"
     comm, plan = taken_comm(where, comm), taken_plan(where, plan, Halo)
-    check(where, comm.device, x=x)
+    recorded = check(where, comm.device, x=x)
     _rows(where, x)
-    return _shift_op(x, plan.handle, comm.handle, float(fill))
+    return _shift_op(recorded, x, plan.handle, comm.handle, float(fill))
 
 
 # sum_over_ranks
@@ -150,8 +150,7 @@ def sum_over_ranks(x, comm):
     Its gradient is that of the sum of what the ranks differentiate: on every rank the sum of all ranks' gradients.
     """
     comm = taken_comm("sum_over_ranks", comm)
-    check("sum_over_ranks", comm.device, x=x)
-    return _sum_op(x, comm.handle)
+    return _sum_op(check("sum_over_ranks", comm.device, x=x), x, comm.handle)
 
 
 # causal_conv1d
@@ -160,7 +159,7 @@ def sum_over_ranks(x, comm):
 def _conv(x, weight, bias, activation, order, plan, comm):
     p, c = _held("causal_conv1d", plan, comm)
     y = contiguous_like(x)
-    _ext.causal_conv1d(p.of, array(moved(x)), array(weight), array(bias), activation, y, c, None, None)
+    _ext.causal_conv1d(p.of, moved(x), weight, bias, activation, y, c, None, None)
     return y
 
 
@@ -170,7 +169,7 @@ def _conv_backward(x, weight, bias, dy, activation, order, plan, comm):
     dweight = weight.new_zeros(weight.shape, dtype=sums(weight))
     dbias = weight.new_zeros(0 if bias is None else bias.shape, dtype=sums(weight))
     _ext.causal_conv1d_backward(
-        p.of, p.back, array(moved(x)), array(weight), array(bias), activation, array(dy.contiguous()), dx, dweight,
+        p.of, p.back, moved(x), weight, bias, activation, dy.contiguous(), dx, dweight,
         None if bias is None else dbias, c, order
     )
     return dx, dweight.to(weight.dtype), dbias.to(weight.dtype)
@@ -214,8 +213,8 @@ def causal_conv1d(x, weight, plan, comm, bias=None, activation=None, *, order="b
     """
     where = "causal_conv1d"
     comm, plan = taken_comm(where, comm), taken_plan(where, plan, Halo)
-    check(where, comm.device, x=x, weight=weight, bias=bias)
-    return _conv_op(x, weight, bias, activation, order, plan.handle, comm.handle)
+    recorded = check(where, comm.device, x=x, weight=weight, bias=bias)
+    return _conv_op(recorded, x, weight, bias, activation, order, plan.handle, comm.handle)
 
 
 # recurrences
@@ -247,12 +246,11 @@ def _make_recurrence(name):
     takes_beta = name in ("gated_delta_rule", "kimi_delta_attention")
 
     def results(make, v, initial, save, final, heads, sizes):
+        o, of_sums = contiguous_like(v), sums(v)
+        if not (save or final):
+            return o, None, None
         whole, _, saved = _state_sizes(name, heads, sizes)
-        return (
-            contiguous_like(v),
-            make(whole, dtype=sums(v)) if final else None,
-            v.new_empty(saved, dtype=sums(v)) if save else None,
-        )
+        return o, make(whole, dtype=of_sums) if final else None, v.new_empty(saved, dtype=of_sums) if save else None
 
     def parts(saved, heads, sizes):
         """Returns what the extension takes: on the host, states and maps; on a device all, at a multiple of 256 bytes,
@@ -265,13 +263,13 @@ def _make_recurrence(name):
         return saved[:starts], saved[starts:]
 
     def inputs(q, k, v, g, beta):
-        return [array(x) for x in ((q, k, v, g, beta) if takes_beta else (q, k, v, g))]
+        return [q, k, v, g, beta] if takes_beta else [q, k, v, g]
 
     def alone(q, k, v, g, beta, initial, save, final, chunk, qk_l2norm, scale, heads, sizes, plan, comm):
         p, c = _held(name, plan, comm)
         made = o, last, saved = results(v.new_zeros, v, initial, save, final, heads, sizes)
         _ext.recur(
-            name, p.of, inputs(q, k, v, g, beta), o, tuple(heads), (chunk, qk_l2norm, scale), c, array(initial), last,
+            name, p.of, inputs(q, k, v, g, beta), o, tuple(heads), (chunk, qk_l2norm, scale), c, initial, last,
             *parts(saved, heads, sizes)
         )
         return made
@@ -286,20 +284,19 @@ def _make_recurrence(name):
         return filled(results(v.new_empty, v, initial, save, final, heads, sizes), v)
 
     def gradients(make, q, k, v, g, beta, dinitial, heads, sizes):
-        whole = _state_sizes(name, heads, sizes)[0]
         like = contiguous_like
         return (
             like(q), like(k), like(v), like(g), None if beta is None else like(beta),
-            make(whole, dtype=sums(q)) if dinitial else None,
+            make(_state_sizes(name, heads, sizes)[0], dtype=sums(q)) if dinitial else None,
         )
 
     def back_alone(q, k, v, g, beta, do, dfinal, saved, dinitial, chunk, qk_l2norm, scale, heads, sizes, plan, comm):
         p, c = _held(name + "_backward", plan, comm)
         made = gradients(q.new_zeros, q, k, v, g, beta, dinitial, heads, sizes)
         _ext.recur_backward(
-            name, p.of, inputs(q, k, v, g, beta), array(do.contiguous()), made[:5 if takes_beta else 4],
+            name, p.of, inputs(q, k, v, g, beta), do.contiguous(), made[:5 if takes_beta else 4],
             tuple(heads), (chunk, qk_l2norm, scale), c, *parts(saved, heads, sizes),
-            None if dfinal is None else array(dfinal.contiguous()), made[5]
+            None if dfinal is None else dfinal.contiguous(), made[5]
         )
         return made
 
@@ -360,17 +357,19 @@ def _kept(name, q, plan, comm, heads, value_heads):
 
 def _recur(name, q, k, v, g, beta, plan, comm, chunk, qk_l2norm, scale, initial, final):
     comm, plan = taken_comm(name, comm), taken_plan(name, plan, Carry)
-    check(name, comm.device, _gates, q=q, k=k, v=v, g=g, beta=beta, initial=initial)
+    recorded = check(name, comm.device, _gates, q=q, k=k, v=v, g=g, beta=beta, initial=initial)
     heads, value_heads = plan.heads, plan.value_heads
     if heads is None:
-        if value_heads < 0 or q.dim() != 3 or v.dim() != 3:
+        keys, values = q.shape, v.shape
+        if value_heads < 0 or len(keys) != 3 or len(values) != 3:
             wanted = "q and v as (rows, heads, dim) of all heads, or carry(..., heads=Heads(...))"
-            raise Error(name, "heads", wanted, f"{tuple(q.shape)} and {tuple(v.shape)}")
-        heads, value_heads = (q.shape[1], v.shape[1], q.shape[2], v.shape[2]), v.shape[1]
-    save = wants_gradient((q, k, v, g, beta, initial))
+            raise Error(name, "heads", wanted, f"{tuple(keys)} and {tuple(values)}")
+        value_heads = values[1]
+        heads = keys[1], value_heads, keys[2], values[2]
+    save = wants_gradient((q, k, v, g, beta, initial)) if recorded is None else recorded
     kept = _kept(name, q, plan, comm, heads, value_heads) if save else 0
     made = _recurrences[name](
-        q, k, v, g, beta, initial, save, final, chunk, qk_l2norm, scale or 0.0, list(heads),
+        recorded, q, k, v, g, beta, initial, save, final, chunk, qk_l2norm, scale or 0.0, heads,
         [plan.segments, plan.maps, plan.sequences, value_heads, kept], plan.handle, comm.handle
     )
     return made[:2] if final else made[0]

@@ -203,6 +203,7 @@ public:
         c.where = where;
         c.key_heads = o.heads[0], c.value_heads = o.heads[1], c.key_dim = o.heads[2], c.value_dim = o.heads[3];
         c.chunk = o.chunk, c.qk_l2norm = o.qk_l2norm, c.scale = o.scale;
+        c.x.reserve(inputs), c.dx.reserve(inputs);
         for (std::size_t i = 0; i < inputs; ++i) c.x.push_back(read(names[i], o.x[i]));
         c.starts = read.if_given("saved states", o.starts), c.maps = read.if_given("saved maps", o.maps);
         if (back) {
