@@ -241,7 +241,8 @@ inline void require_activation(char const* where, activation act, caller here) {
 
 // Beside what can be called stands an overload `template <class X = any> f(X const& = {}, any = {}, ...)` that any call
 // fits, one without arguments, too, but no better than the function itself. It asserts `never<X>`: name, what is
-// wanted, how to get it. A class has such a constructor, explicit, and such a deduction guide.
+// wanted, how to get it. A class has such a constructor, explicit, and such a deduction guide;
+// a template of classes, for arguments of other kinds, a specialisation.
 namespace cpx::detail {
 
 /// A parameter that takes any argument, lists in braces too, where no other overload does.
@@ -276,9 +277,10 @@ template <class... P, class... X>
 inline constexpr bool takes<void(P...), X...> =
     std::is_invocable_v<void (*)(P...), X...> || std::is_invocable_v<void (*)(P..., caller), X...>;
 
-/// False, but only where the template that asserts it is used. Of what has been refused before, nothing more is said.
-template <class X>
-inline constexpr bool never = std::same_as<X, refused>;
+/// False, but only where the template that asserts it is used. Where one of X has been refused before, nothing more is
+/// said. Of a function's own assertions, each stands behind those before it: one mistake is said at a time.
+template <class... X>
+inline constexpr bool never = (std::same_as<X, refused> || ...);
 
 } // namespace cpx::detail
 
@@ -609,6 +611,8 @@ namespace cpx {
 template <class T>
 class rows {
 public:
+    static_assert(!std::same_as<T, detail::any>,
+                  "cpx: rows(list, width) wants a vector and the width of a row; rows<T> may be empty");
     constexpr rows() = default;
     CPX_HOST_DEVICE constexpr rows(T* data, index_t count, index_t width, caller here = caller::here())
         : rows(data, count, width, width, here) {}
@@ -625,7 +629,7 @@ public:
     /// Views a vector, array or span that holds whole rows of `width` elements. Throws `cpx::error` if it does not.
     template <std::ranges::sized_range R>
     rows(R&& list, index_t width, caller here = caller::here())
-        : rows(elements(list), width > 0 ? std::ssize(list) / width : 0, std::max<index_t>(width, 0), here) {
+        : rows(elements<R>(list), width > 0 ? std::ssize(list) / width : 0, std::max<index_t>(width, 0), here) {
         constexpr bool stays = std::ranges::borrowed_range<R>;
         static_assert(stays, "cpx: rows of a vector that ends with the expression; give it a name");
         require(width >= 0 && count_ * width == std::ssize(list), "rows", "size of the list",
@@ -669,8 +673,9 @@ private:
     template <class R>
     static T* elements(R& list) {
         constexpr bool fits = std::is_convertible_v<R&, std::span<T>>;
-        static_assert(fits, "cpx: rows of a list of other elements, of one that is const, or of no vector, array or "
-                            "span; rows<T const> view what is const");
+        static_assert(fits || !std::ranges::borrowed_range<R>,
+                      "cpx: rows of a list of other elements, of one that is const, or of no vector, array or "
+                      "span; rows<T const> view what is const");
         if constexpr (fits)
             return std::ranges::data(list);
         else
@@ -718,6 +723,8 @@ template <class T>
 rows(std::vector<T> const&, index_t) -> rows<T const>;
 template <class X>
 rows(X const&, detail::any = {}) -> rows<detail::refused>;
+template <class X = detail::any>
+rows() -> rows<X>;
 
 } // namespace cpx
 
@@ -738,18 +745,24 @@ inline constexpr bool of_refused<std::span<T>> = std::same_as<std::remove_const_
 template <template <class, class> class Saved, class T, class M>
 inline constexpr bool of_refused<Saved<T, M>*> = std::same_as<T, refused>;
 
+/// Says why X is no field: once, in however many fields it is given.
+template <class X, bool View, bool Address>
+void refuse_field() {
+    static_assert(never<X> || !View,
+                  "cpx: a field is given other elements, to write what is const, or no view; view a vector as "
+                  "rows(list, width), a tensor as its data() or elements()");
+    static_assert(never<X> || !Address,
+                  "cpx: a field wants the address of an object of the tensors' elements and memory: &saved");
+    static_assert(never<X> || View || Address,
+                  "cpx: a field wants one of the names of its type, such as sum_order::by_row");
+}
+
 /// Returns `x` as a field of type F, or says why it is none.
 template <class F, class X>
 constexpr F fit(X&& x) {
     constexpr bool fits = std::is_convertible_v<X, F>;
-    static_assert(fits || of_refused<F> || !std::is_class_v<F>,
-                  "cpx: a field is given other elements, to write what is const, or no view; view a vector as "
-                  "rows(list, width), a tensor as its data() or elements()");
-    static_assert(fits || of_refused<F> || !std::is_pointer_v<F>,
-                  "cpx: a field wants the address of an object of the tensors' elements and memory: &saved");
-    static_assert(fits || !std::is_enum_v<F>,
-                  "cpx: a field wants one of the names of its type, such as sum_order::by_row");
     if constexpr (fits && !of_refused<F>) return std::forward<X>(x);
+    if constexpr (!fits && !of_refused<F>) refuse_field<X, std::is_class_v<F>, std::is_pointer_v<F>>();
     throw;
 }
 
@@ -789,7 +802,7 @@ struct field : F {
         : F(std::forward<X>(data), count, width, stride, here) {}
     template <class X, class Y, class... More>
         requires(!std::constructible_from<F, X, Y, More...>)
-    field(X&&, Y&&, More&&...) : F(detail::fit<F>(detail::refused())) {}
+    field(X&&, Y&&, More&&...) : F(detail::fit<F>(detail::any())) {}
 };
 
 template <class F>
@@ -2075,8 +2088,8 @@ struct by_length<A, B, Rule> {
     constexpr int owner(int) const { return 0; }
 };
 
-template <class A, class B = detail::any, class Rule = detail::any>
-by_length(A, B = {}, Rule = {}) -> by_length<A, B, Rule>;
+template <class A = detail::any, class B = detail::any, class Rule = detail::any>
+by_length(A = {}, B = {}, Rule = {}) -> by_length<A, B, Rule>;
 
 } // namespace cpx
 
@@ -2181,7 +2194,7 @@ concept any_sharding = std::copy_constructible<S> && requires(S const s, int ran
 ///
 /// Immutable; copies share the batch. `sharding(batch, zigzag<4>{})`, or with all three choices spelled,
 /// `sharding<zigzag<4>, scope::batch, aligned<64>>(batch)`; see also `shard`.
-template <layout_policy P, scope Scope = scope::sequence, cut Cut = balanced>
+template <class P, scope Scope = scope::sequence, class Cut = balanced>
 class sharding {
 public:
     using layout_type = P;
@@ -2402,6 +2415,17 @@ private:
     thd batch_;
     [[no_unique_address]] P policy_;
     [[no_unique_address]] Cut cut_;
+};
+
+template <class P, scope Scope, class Cut>
+    requires(!layout_policy<P> || !cut<Cut>)
+class sharding<P, Scope, Cut> {
+public:
+    static_assert(detail::never<P>,
+                  "cpx: sharding<P> is of a layout, such as zigzag<4>, and perhaps a scope and a cut; "
+                  "shard(batch, zigzag<4>{}) needs none");
+    template <class... X>
+    sharding(X const&...) {}
 };
 
 template <class X = detail::any>
@@ -2769,7 +2793,7 @@ namespace cpx {
 /// same type and differ in value (layouts known at run time), plans and operators compare the values and throw.
 /// Likewise for M, the memory: rows of a device do not reach an operator of the host, nor the other way round.
 /// Owns no rows. Their number is checked where the view is used.
-template <class T, any_sharding S, any_memory M = host_memory>
+template <class T, class S, class M = host_memory>
 class sharded {
 public:
     /// Throws `cpx::error` if there is no such rank.
@@ -2821,6 +2845,16 @@ private:
     S sharding_;
     int rank_;
     [[no_unique_address]] M memory_;
+};
+
+template <class T, class S, class M>
+    requires(!any_sharding<S> || !any_memory<M>)
+class sharded<T, S, M> {
+public:
+    static_assert(detail::never<T>, "cpx: sharded<T, S> is of elements and a sharding, such as sharding<zigzag<4>>; "
+                                    "sharded(rows, sharding, rank) needs neither");
+    template <class... X>
+    sharded(X const&...) {}
 };
 
 /// `A` is `T` or `T const`: what an input of an operator on `T` may hold.
@@ -3074,7 +3108,7 @@ public:
     explicit table(L const& l, caller here = caller::here()) : table(l.ranks(), owners_of(l), here) {}
 
     template <class X = void>
-    explicit table(detail::any, detail::any = {}, detail::any = {}) {
+    explicit table(detail::any = {}, detail::any = {}, detail::any = {}) {
         static_assert(detail::never<X>, "cpx: table wants the number of ranks and the rank of every chunk: "
                                         "table(2, {0, 1, 1, 0}); or another layout");
     }
@@ -3118,7 +3152,7 @@ index_t rows_of_rank(char const* where, S const& sharding, int rank, caller here
 ///
 /// Goes wherever a view of it goes. A view of a temporary does not compile: its memory would be gone.
 /// Begins with zeros. Cost: O(runs) to count the rows, then their memory.
-template <class T, any_sharding S, any_memory M = host_memory>
+template <class T, class S, class M = host_memory>
 class tensor {
 public:
     /// Throws `cpx::error` if there is no such rank, or not the memory.
@@ -3247,6 +3281,15 @@ public:
     static_assert(detail::checked_element<T>::value || true);
     template <class... X>
     tensor(X const&...) : tensor<typename detail::stand_in<T>::type, S, M>(detail::refused()) {}
+};
+template <class T, class S, class M>
+    requires(!any_sharding<S> || !any_memory<M>)
+class tensor<T, S, M> {
+public:
+    static_assert(detail::never<T>, "cpx: tensor<T, S> is of elements and a sharding, such as sharding<zigzag<4>>; "
+                                    "auto x = make_tensor<T>(sharding, rank, width) needs neither");
+    template <class... X>
+    tensor(X const&...) {}
 };
 template <class X = detail::any>
 tensor(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {})
@@ -4597,10 +4640,20 @@ struct carry_exchanges<scan> : carry_steps {
 };
 
 /// The exchanges for tensors that are sharded as `S` says.
-template <carry_kind How, any_sharding S>
+template <class How, class S>
 struct carry_plan : carry_exchanges<How> {
     S sharding;
 };
+template <class How, class S>
+    requires(!carry_kind<How> || !any_sharding<S>)
+struct carry_plan<How, S> {
+    static_assert(detail::never<How>,
+                  "cpx: a carry_plan is what carry<scan>(sharding, rank), or carry<serial>, returns");
+    template <class... X>
+    carry_plan(X const&...) {}
+};
+template <class X = detail::any>
+carry_plan(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}) -> carry_plan<detail::any, detail::any>;
 
 /// Returns the plan by which `rank` hands recurrent states on: `carry<scan>(sharding, rank)`. Pure: no communication.
 ///
@@ -4729,7 +4782,7 @@ struct halo_run {
 /// The `reach` rows beside segment i are, in order, `runs[begin[i]] .. runs[begin[i + 1]]`; fewer only where
 /// the sequence begins or ends. Rows that the rank holds itself are named, not copied. The transposed plan carries the
 /// gradients of halo rows home and adds them in rank order.
-template <any_sharding S>
+template <class S>
 struct halo_plan : plan {
     S sharding;
     index_t reach = 0;
@@ -4738,6 +4791,15 @@ struct halo_plan : plan {
     std::vector<halo_run> runs;
     std::vector<std::size_t> begin;
 };
+template <class S>
+    requires(!any_sharding<S>)
+struct halo_plan<S> {
+    static_assert(detail::never<S>, "cpx: a halo_plan is what halo(sharding, rank, reach) returns");
+    template <class... X>
+    halo_plan(X const&...) {}
+};
+template <class X = detail::any>
+halo_plan(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}) -> halo_plan<detail::any>;
 
 namespace detail {
 
@@ -5231,13 +5293,23 @@ inline std::optional<lane_counts> count_lanes(std::vector<lane> const& lanes, la
 namespace cpx {
 
 /// A plan that knows from which sharding to which it leads, so that tensors of others do not compile.
-template <any_sharding From, any_sharding To>
+template <class From, class To>
 struct relayout_plan : plan {
     From from;
     To to;
 
     relayout_plan<To, From> transposed() const { return {plan::transposed(), to, from}; }
 };
+template <class From, class To>
+    requires(!any_sharding<From> || !any_sharding<To>)
+struct relayout_plan<From, To> {
+    static_assert(detail::never<From>, "cpx: a relayout_plan is what relayout(from, to, rank) returns");
+    template <class... X>
+    relayout_plan(X const&...) {}
+};
+template <class X = detail::any>
+relayout_plan(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {})
+    -> relayout_plan<detail::any, detail::any>;
 
 namespace detail {
 
@@ -5582,10 +5654,10 @@ relayout_plan<From, To> relayout(From const& from, To const& to, int rank, calle
                                     detail::end_of(to), std::move(out), std::move(in), here),
             from, to};
 }
-template <class X = detail::any>
-detail::refused relayout(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
+template <class X = detail::any, class Y = detail::any>
+detail::refused relayout(X const& = {}, Y const& = {}, detail::any = {}, detail::any = {}) {
     static_assert(
-        detail::never<X>,
+        detail::never<X, Y>,
         "cpx: relayout(from, to, rank) wants two shardings, such as shard(batch, zigzag<4>{}) returns, and this rank");
     return {};
 }
@@ -6723,10 +6795,10 @@ std::vector<index_t> traffic(From const& from, To const& to, caller here = calle
     }
     return rows;
 }
-template <class X = detail::any>
-std::vector<index_t> traffic(X const& = {}, detail::any = {}, detail::any = {}) {
-    static_assert(detail::never<X>, "cpx: traffic(from, to) wants two shardings, such as shard(batch, zigzag<4>{}) "
-                                    "returns");
+template <class X = detail::any, class Y = detail::any>
+std::vector<index_t> traffic(X const& = {}, Y const& = {}, detail::any = {}) {
+    static_assert(detail::never<X, Y>, "cpx: traffic(from, to) wants two shardings, such as shard(batch, zigzag<4>{}) "
+                                       "returns");
     return {};
 }
 
@@ -6783,10 +6855,11 @@ volume lower_bound(From const& from, To const& to, index_t width = 1, caller her
     }
     return bound;
 }
-template <class X = detail::any>
-volume lower_bound(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
-    static_assert(detail::never<X>, "cpx: lower_bound(from, to, width) wants two shardings and perhaps the elements of "
-                                    "a row");
+template <class X = detail::any, class Y = detail::any>
+volume lower_bound(X const& = {}, Y const& = {}, detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<X, Y>,
+                  "cpx: lower_bound(from, to, width) wants two shardings and perhaps the elements of "
+                  "a row");
     return {};
 }
 
@@ -7535,8 +7608,9 @@ template <any_sharding From, any_sharding To, sharded_anywhere X, sharded_anywhe
 void exchange(relayout_plan<From, To> const& p, X const& from, Y&& to, Comm& comm, caller here = caller::here()) {
     constexpr bool source = detail::sharded_as<From, X>, target = detail::sharded_as<To, Y>;
     constexpr bool writes = detail::writes<Y>, there = detail::in_memory_of<Comm, X, Y>;
-    static_assert(source, "cpx: exchange of a tensor that is not sharded as the plan's source; make the plan with "
-                          "relayout(tensor.sharding(), ...)");
+    static_assert(source || detail::never<element_of<X>>,
+                  "cpx: exchange of a tensor that is not sharded as the plan's source; make the plan with "
+                  "relayout(tensor.sharding(), ...)");
     static_assert(!source || target,
                   "cpx: exchange into a tensor that is not sharded as the plan's target; make the plan with "
                   "relayout(..., tensor.sharding(), ...)");
@@ -7579,14 +7653,14 @@ tensor<element_of<X>, To, memory_of<X>> exchange(X const& from, To const& to, Co
 
 template <class Plan, class X, class Y, class Comm>
 void exchange(Plan const&, X const&, Y&&, Comm&, caller = caller::here()) {
-    static_assert(detail::never<Plan>,
+    static_assert(detail::never<Plan, X, std::remove_cvref_t<Y>>,
                   "cpx: exchange(plan, from, to, comm) wants a relayout_plan and two tensors, or any plan and two "
                   "cpx::rows, and a cpx::transport; view memory as sharded, or as rows");
 }
 template <class Plan, class X>
 std::conditional_t<std::is_array_v<X>, detail::refused, X> exchange(Plan const&, X const&, detail::any = {},
                                                                     detail::any = {}) {
-    static_assert(detail::never<Plan>,
+    static_assert(detail::never<Plan, X>,
                   "cpx: exchange(plan, x, comm) wants a relayout_plan, a tensor and a cpx::transport, and exchange(x, "
                   "sharding, comm) a tensor, a sharding and a cpx::transport; give other plans rows and a target");
     throw;
@@ -7976,11 +8050,11 @@ movement<T, relayout_plan<From, To>, Comm> make_movement(From const& from, To co
                                                          Comm& comm, caller here = caller::here()) {
     return {relayout(from, to, comm.rank(), here), width, most, comm, here};
 }
-template <class T = void, class X = detail::any>
-detail::refused make_movement(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
+template <class T = void, class X = detail::any, class Y = detail::any>
+detail::refused make_movement(X const& = {}, Y const& = {}, detail::any = {}, detail::any = {}, detail::any = {},
                               detail::any = {}) {
-    static_assert(detail::never<X>, "cpx: make_movement<T>(from, to, width, capacity, comm) wants two shardings, or "
-                                    "make_movement<T>(plan, width, capacity, comm) a plan, and a cpx::transport");
+    static_assert(detail::never<X, Y>, "cpx: make_movement<T>(from, to, width, capacity, comm) wants two shardings, or "
+                                       "make_movement<T>(plan, width, capacity, comm) a plan, and a cpx::transport");
     return {};
 }
 

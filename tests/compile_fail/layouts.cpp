@@ -86,6 +86,29 @@ auto const data = cpx::make_tensor<int>(sharding, 0, 1).data();
 
 // What is no sharding is told how to become one, and what is no list of integers.
 #ifndef CPX_GOOD
+// Classes of something else, or of nothing.
+// expect: tensor<T, S> is of elements and a sharding
+// expect: tensor<T, S> is of elements and a sharding
+// expect: sharded<T, S> is of elements and a sharding
+// expect: sharding<P> is of a layout
+// expect: a relayout_plan is what relayout.from, to, rank. returns
+// expect: a halo_plan is what halo.sharding, rank, reach. returns
+// expect: a carry_plan is what carry<scan>.sharding, rank., or carry<serial>, returns
+// expect: a carry_plan is what carry<scan>.sharding, rank., or carry<serial>, returns
+// expect: by_length{a, b, rule} wants two layouts
+// expect: rows.list, width. wants a vector and the width of a row
+// expect: rows of a vector that ends with the expression
+cpx::tensor<float, cpx::zigzag<4>> const of_a_layout(sharding, 0, 4);
+cpx::tensor<cpx::sharding<cpx::zigzag<4>>, float> const types_swapped(sharding, 0, 4);
+cpx::sharded<double, cpx::zigzag<4>> const view_of_a_layout(tensor.data(), sharding, 0);
+cpx::sharding<int> const by_integers(numbers);
+cpx::relayout_plan const plan_by_hand(sharding, sharding, 0);
+cpx::halo_plan const halo_by_hand(sharding, 0, 3);
+cpx::carry_plan const carry_by_hand(sharding, 0);
+cpx::carry_plan<cpx::sharding<cpx::zigzag<4>>, cpx::scan> kinds_swapped;
+cpx::by_length no_rule;
+cpx::rows no_rows;
+cpx::rows<double> const others_that_end(std::vector<float>(4), 4);
 // expect: shard.batch, layout. wants a cpx::thd and a layout
 auto const no_batch = cpx::shard(std::vector<int>{0, 4}, cpx::zigzag<4>{});
 // expect: make_tensor<T>.sharding, rank, width. wants a sharding
@@ -189,6 +212,7 @@ cpx::mesh const of_sizes(8, 2);
 cpx::tensor<float, cpx::sharding<cpx::zigzag<4>>> const moved_elsewhere = cpx::make_tensor<float>(sharding, 0, 1);
 // expect: table wants the number of ranks and the rank of every chunk
 cpx::table const owners(std::vector<int>{0, 1});
+cpx::table no_table; // the sentence stands above
 // expect: piecewise.ranks, batch, pieces. wants the number of ranks
 cpx::piecewise<int> const of_no_pieces{cpx::thd()};
 // expect: segments.sharding, rank. wants a sharding

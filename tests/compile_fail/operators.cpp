@@ -448,6 +448,41 @@ void swapped(cpx::carry_plan<cpx::scan, zigzag> const& plan, cpx::head_decay_att
     cpx::gated_delta_rule(plan, cpx::delta_rule_tensors{x.data(), x, x, x, x, x}, {}, {}, comm);
 }
 
+// Of two mistakes in a call the first is said.
+// expect: causal_conv1d of tensors that are not sharded as the plan
+// expect: causal_conv1d_backward of tensors that are not sharded as the plans
+// expect: shift_rows of tensors that are not sharded as the plan
+// expect: next_token_labels of tensors that are not sharded as the plan
+// expect: mean_token_loss of logp and labels on two shardings
+// expect: mean_token_loss_backward of labels and dlogp on two shardings
+// expect: rotary of x and y on two shardings
+// expect: attention wants keys and values on every rank
+// expect: attention_delta of tensors on two shardings
+// expect: gated_delta_net on tensors that are not sharded as the layer
+// expect: recur of tensors that are not sharded as the plan
+// expect: gated_delta_rule_backward of tensors or gradients that are not sharded as the plan
+// expect: a field is given other elements, to write what is const, or no view
+void two_mistakes(cpx::halo_plan<zigzag> const& halo, cpx::carry_plan<cpx::scan, zigzag> const& carry, held_twice x,
+                  cpx::tensor<double, sequential>& s, cpx::tensor<double, sequential> const& written_never,
+                  layer const& net, weights const& of, list w, cpx::threads& comm) {
+    cpx::causal_conv1d(halo, s, w, {}, silu, cpx::make_tensor<float>(s.sharding(), 0, 1), comm);
+    cpx::causal_conv1d_backward(halo, halo, x, w, w, silu, s, cpx::causal_conv1d_gradients<float, zigzag>{x}, comm);
+    cpx::shift_rows(halo, x, s, comm);
+    cpx::next_token_labels(halo, x, s, comm);
+    cpx::mean_token_loss(x, s, comm);
+    cpx::mean_token_loss_backward({}, s, 1, x);
+    cpx::rotary(x, 8, {}, s);
+    cpx::attention(x, s, s, heads, 1, written_never);
+    cpx::attention_delta(x, s, 1, written_never);
+    net(of, s, written_never, comm);
+    cpx::recur(carry, cpx::kimi_delta_attention(), cpx::recurrence_tensors<double, sequential, 4>{{s, s, s, s}, s},
+               comm);
+    cpx::gated_delta_rule_backward(carry, cpx::delta_rule_tensors<float, zigzag>{x, x, x, x, x, x},
+                                   cpx::delta_rule_gradient_tensors{s, s, s, s, s, s}, {}, {}, comm);
+    std::vector<short> const numbers;
+    cpx::causal_conv1d(halo, x, w, {}, silu, x, comm, {numbers, numbers});
+}
+
 // Functions of one rank's rows.
 // expect: linear<T>.x, weight, y. wants rows of T, not const where they are written
 // expect: linear<T>.x, weight, y. wants rows of T, not const where they are written

@@ -25,18 +25,24 @@ inline constexpr bool of_refused<std::span<T>> = std::same_as<std::remove_const_
 template <template <class, class> class Saved, class T, class M>
 inline constexpr bool of_refused<Saved<T, M>*> = std::same_as<T, refused>;
 
+/// Says why X is no field: once, in however many fields it is given.
+template <class X, bool View, bool Address>
+void refuse_field() {
+    static_assert(never<X> || !View,
+                  "cpx: a field is given other elements, to write what is const, or no view; view a vector as "
+                  "rows(list, width), a tensor as its data() or elements()");
+    static_assert(never<X> || !Address,
+                  "cpx: a field wants the address of an object of the tensors' elements and memory: &saved");
+    static_assert(never<X> || View || Address,
+                  "cpx: a field wants one of the names of its type, such as sum_order::by_row");
+}
+
 /// Returns `x` as a field of type F, or says why it is none.
 template <class F, class X>
 constexpr F fit(X&& x) {
     constexpr bool fits = std::is_convertible_v<X, F>;
-    static_assert(fits || of_refused<F> || !std::is_class_v<F>,
-                  "cpx: a field is given other elements, to write what is const, or no view; view a vector as "
-                  "rows(list, width), a tensor as its data() or elements()");
-    static_assert(fits || of_refused<F> || !std::is_pointer_v<F>,
-                  "cpx: a field wants the address of an object of the tensors' elements and memory: &saved");
-    static_assert(fits || !std::is_enum_v<F>,
-                  "cpx: a field wants one of the names of its type, such as sum_order::by_row");
     if constexpr (fits && !of_refused<F>) return std::forward<X>(x);
+    if constexpr (!fits && !of_refused<F>) refuse_field<X, std::is_class_v<F>, std::is_pointer_v<F>>();
     throw;
 }
 
@@ -76,7 +82,7 @@ struct field : F {
         : F(std::forward<X>(data), count, width, stride, here) {}
     template <class X, class Y, class... More>
         requires(!std::constructible_from<F, X, Y, More...>)
-    field(X&&, Y&&, More&&...) : F(detail::fit<F>(detail::refused())) {}
+    field(X&&, Y&&, More&&...) : F(detail::fit<F>(detail::any())) {}
 };
 
 template <class F>

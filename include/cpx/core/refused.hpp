@@ -11,7 +11,8 @@
 
 // Beside what can be called stands an overload `template <class X = any> f(X const& = {}, any = {}, ...)` that any call
 // fits, one without arguments, too, but no better than the function itself. It asserts `never<X>`: name, what is
-// wanted, how to get it. A class has such a constructor, explicit, and such a deduction guide.
+// wanted, how to get it. A class has such a constructor, explicit, and such a deduction guide;
+// a template of classes, for arguments of other kinds, a specialisation.
 namespace cpx::detail {
 
 /// A parameter that takes any argument, lists in braces too, where no other overload does.
@@ -46,8 +47,9 @@ template <class... P, class... X>
 inline constexpr bool takes<void(P...), X...> =
     std::is_invocable_v<void (*)(P...), X...> || std::is_invocable_v<void (*)(P..., caller), X...>;
 
-/// False, but only where the template that asserts it is used. Of what has been refused before, nothing more is said.
-template <class X>
-inline constexpr bool never = std::same_as<X, refused>;
+/// False, but only where the template that asserts it is used. Where one of X has been refused before, nothing more is
+/// said. Of a function's own assertions, each stands behind those before it: one mistake is said at a time.
+template <class... X>
+inline constexpr bool never = (std::same_as<X, refused> || ...);
 
 } // namespace cpx::detail

@@ -21,6 +21,8 @@ namespace cpx {
 template <class T>
 class rows {
 public:
+    static_assert(!std::same_as<T, detail::any>,
+                  "cpx: rows(list, width) wants a vector and the width of a row; rows<T> may be empty");
     constexpr rows() = default;
     CPX_HOST_DEVICE constexpr rows(T* data, index_t count, index_t width, caller here = caller::here())
         : rows(data, count, width, width, here) {}
@@ -37,7 +39,7 @@ public:
     /// Views a vector, array or span that holds whole rows of `width` elements. Throws `cpx::error` if it does not.
     template <std::ranges::sized_range R>
     rows(R&& list, index_t width, caller here = caller::here())
-        : rows(elements(list), width > 0 ? std::ssize(list) / width : 0, std::max<index_t>(width, 0), here) {
+        : rows(elements<R>(list), width > 0 ? std::ssize(list) / width : 0, std::max<index_t>(width, 0), here) {
         constexpr bool stays = std::ranges::borrowed_range<R>;
         static_assert(stays, "cpx: rows of a vector that ends with the expression; give it a name");
         require(width >= 0 && count_ * width == std::ssize(list), "rows", "size of the list",
@@ -81,8 +83,9 @@ private:
     template <class R>
     static T* elements(R& list) {
         constexpr bool fits = std::is_convertible_v<R&, std::span<T>>;
-        static_assert(fits, "cpx: rows of a list of other elements, of one that is const, or of no vector, array or "
-                            "span; rows<T const> view what is const");
+        static_assert(fits || !std::ranges::borrowed_range<R>,
+                      "cpx: rows of a list of other elements, of one that is const, or of no vector, array or "
+                      "span; rows<T const> view what is const");
         if constexpr (fits)
             return std::ranges::data(list);
         else
@@ -130,5 +133,7 @@ template <class T>
 rows(std::vector<T> const&, index_t) -> rows<T const>;
 template <class X>
 rows(X const&, detail::any = {}) -> rows<detail::refused>;
+template <class X = detail::any>
+rows() -> rows<X>;
 
 } // namespace cpx

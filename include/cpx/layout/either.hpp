@@ -80,7 +80,7 @@ struct by_length<A, B, Rule> {
     constexpr int owner(int) const { return 0; }
 };
 
-template <class A, class B = detail::any, class Rule = detail::any>
-by_length(A, B = {}, Rule = {}) -> by_length<A, B, Rule>;
+template <class A = detail::any, class B = detail::any, class Rule = detail::any>
+by_length(A = {}, B = {}, Rule = {}) -> by_length<A, B, Rule>;
 
 } // namespace cpx

@@ -22,7 +22,7 @@ namespace cpx {
 /// same type and differ in value (layouts known at run time), plans and operators compare the values and throw.
 /// Likewise for M, the memory: rows of a device do not reach an operator of the host, nor the other way round.
 /// Owns no rows. Their number is checked where the view is used.
-template <class T, any_sharding S, any_memory M = host_memory>
+template <class T, class S, class M = host_memory>
 class sharded {
 public:
     /// Throws `cpx::error` if there is no such rank.
@@ -74,6 +74,16 @@ private:
     S sharding_;
     int rank_;
     [[no_unique_address]] M memory_;
+};
+
+template <class T, class S, class M>
+    requires(!any_sharding<S> || !any_memory<M>)
+class sharded<T, S, M> {
+public:
+    static_assert(detail::never<T>, "cpx: sharded<T, S> is of elements and a sharding, such as sharding<zigzag<4>>; "
+                                    "sharded(rows, sharding, rank) needs neither");
+    template <class... X>
+    sharded(X const&...) {}
 };
 
 /// `A` is `T` or `T const`: what an input of an operator on `T` may hold.

@@ -110,7 +110,7 @@ concept any_sharding = std::copy_constructible<S> && requires(S const s, int ran
 ///
 /// Immutable; copies share the batch. `sharding(batch, zigzag<4>{})`, or with all three choices spelled,
 /// `sharding<zigzag<4>, scope::batch, aligned<64>>(batch)`; see also `shard`.
-template <layout_policy P, scope Scope = scope::sequence, cut Cut = balanced>
+template <class P, scope Scope = scope::sequence, class Cut = balanced>
 class sharding {
 public:
     using layout_type = P;
@@ -331,6 +331,17 @@ private:
     thd batch_;
     [[no_unique_address]] P policy_;
     [[no_unique_address]] Cut cut_;
+};
+
+template <class P, scope Scope, class Cut>
+    requires(!layout_policy<P> || !cut<Cut>)
+class sharding<P, Scope, Cut> {
+public:
+    static_assert(detail::never<P>,
+                  "cpx: sharding<P> is of a layout, such as zigzag<4>, and perhaps a scope and a cut; "
+                  "shard(batch, zigzag<4>{}) needs none");
+    template <class... X>
+    sharding(X const&...) {}
 };
 
 template <class X = detail::any>

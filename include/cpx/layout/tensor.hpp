@@ -25,7 +25,7 @@ index_t rows_of_rank(char const* where, S const& sharding, int rank, caller here
 ///
 /// Goes wherever a view of it goes. A view of a temporary does not compile: its memory would be gone.
 /// Begins with zeros. Cost: O(runs) to count the rows, then their memory.
-template <class T, any_sharding S, any_memory M = host_memory>
+template <class T, class S, class M = host_memory>
 class tensor {
 public:
     /// Throws `cpx::error` if there is no such rank, or not the memory.
@@ -154,6 +154,15 @@ public:
     static_assert(detail::checked_element<T>::value || true);
     template <class... X>
     tensor(X const&...) : tensor<typename detail::stand_in<T>::type, S, M>(detail::refused()) {}
+};
+template <class T, class S, class M>
+    requires(!any_sharding<S> || !any_memory<M>)
+class tensor<T, S, M> {
+public:
+    static_assert(detail::never<T>, "cpx: tensor<T, S> is of elements and a sharding, such as sharding<zigzag<4>>; "
+                                    "auto x = make_tensor<T>(sharding, rank, width) needs neither");
+    template <class... X>
+    tensor(X const&...) {}
 };
 template <class X = detail::any>
 tensor(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {})

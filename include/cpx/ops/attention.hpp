@@ -138,10 +138,11 @@ void attention(Q const& q, K const& k, V const& v, attention_heads const& heads,
     constexpr bool fits = detail::sharded_as<sharding_of<Q>, O> && detail::sharded_as<sharding_of<K>, V>;
     static_assert(keys, "cpx: attention wants keys and values on every rank for all tokens of a sequence; relayout "
                         "them to replicated or head_sharded first");
-    static_assert(fits,
+    static_assert(!keys || fits,
                   "cpx: attention of q and o, or of k and v, on two shardings; make o of q's sharding, and relayout "
                   "k and v alike");
-    static_assert(writes, "cpx: attention wants q, k and v of o's elements, and an o that is not const and has a name");
+    static_assert(!keys || !fits || writes,
+                  "cpx: attention wants q, k and v of o's elements, and an o that is not const and has a name");
     if constexpr (keys && fits && writes)
         detail::attend<element_of<O>, sharding_of<Q>, sharding_of<K>, memory_of<Q>>(q.view(), k.view(), v.view(), heads,
                                                                                     scale, o.view(), lse, here);

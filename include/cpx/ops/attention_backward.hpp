@@ -97,8 +97,9 @@ void attention_delta(O const& o, D const& dout, index_t dim, Y&& delta, caller h
         detail::writes<Y> && std::same_as<element_of<O>, element_of<D>> && std::same_as<element_of<Y>, sum_of<O>>;
     static_assert(fits, "cpx: attention_delta of tensors on two shardings; make dout and delta of o's sharding");
     static_assert(
-        writes, "cpx: attention_delta wants o and dout of delta's elements, on devices a delta of float, and one that "
-                "is not const and has a name");
+        !fits || writes,
+        "cpx: attention_delta wants o and dout of delta's elements, on devices a delta of float, and one that "
+        "is not const and has a name");
     if constexpr (fits && writes)
         detail::sum_delta<element_of<O>, sharding_of<O>, memory_of<O>>(o.view(), dout.view(), dim, delta.view(), here);
 }
@@ -167,10 +168,10 @@ void attention_backward_queries(attention_queries<T, Q, M> const& from, K const&
     constexpr bool writes = detail::writes<Dq, K, V> && std::same_as<element_of<Dq>, T>;
     static_assert(keys, "cpx: the gradient of queries wants keys and values on every rank; relayout them to "
                         "replicated or head_sharded first");
-    static_assert(fits || detail::never<T>,
+    static_assert(!keys || fits || detail::never<T>,
                   "cpx: attention_backward_queries of q and dq, or of k and v, on two shardings; make dq of q's "
                   "sharding, and relayout k and v alike");
-    static_assert(writes || detail::never<T>,
+    static_assert(!keys || !fits || writes || detail::never<T>,
                   "cpx: attention_backward_queries wants k, v and dq of q's elements, and a dq that is not const "
                   "and has a name");
     if constexpr (keys && fits && writes)
@@ -278,9 +279,10 @@ void attention_backward_keys(attention_queries<T, Q, M> const& from, K const& k,
     static_assert(all || detail::never<T>,
                   "cpx: the gradients of keys want every query of a key's sequence, or every key of a query's; "
                   "relayout the queries, or the keys and values, to replicated or head_sharded first");
-    static_assert(fits, "cpx: attention_backward_keys of k, v, dk and dv on two shardings; relayout k and v alike, and "
-                        "make dk and dv of their sharding");
-    static_assert(writes || detail::never<T>,
+    static_assert(!all || fits,
+                  "cpx: attention_backward_keys of k, v, dk and dv on two shardings; relayout k and v alike, and "
+                  "make dk and dv of their sharding");
+    static_assert(!all || !fits || writes || detail::never<T>,
                   "cpx: attention_backward_keys wants k, v, dk and dv of q's elements, and dk and dv that are "
                   "not const and have names");
     if constexpr (all && fits && writes)

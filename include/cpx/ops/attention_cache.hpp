@@ -188,7 +188,8 @@ public:
         constexpr bool there = detail::in_memory_of<Comm, X>;
         static_assert(fits, "cpx: cached_attention wants q and o of the sharding that it was made of and of the "
                             "cache's elements, and an o that is not const and has a name");
-        static_assert(there, "cpx: cached_attention of tensors in another memory than that of the transport's ranks");
+        static_assert(!fits || there,
+                      "cpx: cached_attention of tensors in another memory than that of the transport's ranks");
         if constexpr (fits && there) run<T, M>(cache, q.view(), scale, o.view(), comm, here);
     }
     template <class X>

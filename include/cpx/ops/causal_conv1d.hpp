@@ -179,7 +179,8 @@ void causal_conv1d(halo_plan<S> const& plan, X const& x, rows_or_list<element_of
     constexpr bool fits = detail::sharded_as<S, X, Y>, writes = detail::writes<Y, X>;
     static_assert(fits, "cpx: causal_conv1d of tensors that are not sharded as the plan; make the plan with "
                         "halo(x.sharding(), ...) and y of the same sharding");
-    static_assert(writes, "cpx: causal_conv1d wants x of y's elements, and a y that is not const and has a name");
+    static_assert(!fits || writes,
+                  "cpx: causal_conv1d wants x of y's elements, and a y that is not const and has a name");
     if constexpr (fits && writes) {
         detail::convolution<element_of<Y>, S, memory_of<X>> const given{
             plan, x.view(), weight.of_width(plan.reach + 1), bias, act, y.view(), states};
@@ -324,7 +325,8 @@ void causal_conv1d_backward(halo_plan<S> const& before, halo_plan<A> const& afte
     static_assert(fits || detail::never<T>,
                   "cpx: causal_conv1d_backward of tensors that are not sharded as the plans; make both plans "
                   "with halo(x.sharding(), ...) and dy and dx of the same sharding");
-    static_assert(same || detail::never<T>, "cpx: causal_conv1d_backward wants x and dy of the gradients' elements");
+    static_assert(!fits || same || detail::never<T>,
+                  "cpx: causal_conv1d_backward wants x and dy of the gradients' elements");
     if constexpr (fits && same) {
         index_t const taps = before.reach + 1;
         detail::convolution_backward<T, S, memory_of<X>> const given{

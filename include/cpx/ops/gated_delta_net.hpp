@@ -182,8 +182,9 @@ public:
         static_assert(fits,
                       "cpx: gated_delta_net on tensors that are not sharded as the layer; relayout them first, or "
                       "make the layer with x.sharding()");
-        static_assert(writes, "cpx: gated_delta_net wants x and y of the weights' elements, and a y that is not const "
-                              "and has a name");
+        static_assert(!fits || writes,
+                      "cpx: gated_delta_net wants x and y of the weights' elements, and a y that is not const "
+                      "and has a name");
         if constexpr (fits && writes)
             forward<T, memory_of<X>>(w, x.view(), y.view(), detail::layers_of<T>(by), memory, here);
     }

@@ -133,8 +133,9 @@ void gated_delta_net_backward(gated_delta_net<How, S, Mix> const& net, gated_del
     constexpr bool same = std::same_as<element_of<X>, T> && std::same_as<element_of<Dy>, T>;
     static_assert(fits, "cpx: gated_delta_net_backward of tensors or gradients that are not sharded as the layer; "
                         "relayout them first, or make the layer with x.sharding()");
-    static_assert(own, "cpx: gated_delta_net_backward of what another layer saved; give it the layer's saved_of<T>");
-    static_assert(same, "cpx: gated_delta_net_backward wants x and dy of the weights' elements");
+    static_assert(!fits || own,
+                  "cpx: gated_delta_net_backward of what another layer saved; give it the layer's saved_of<T>");
+    static_assert(!fits || !own || same, "cpx: gated_delta_net_backward wants x and dy of the weights' elements");
     if constexpr (fits && own && same)
         detail::gated_delta_net_backward_pass::run<T, How, S, Mix, M>(net, w, x.view(), saved, dy.view(), to,
                                                                       detail::layers_of<T>(by), here);

@@ -145,8 +145,8 @@ void gated_delta_rule(carry_plan<How, S> const& plan, delta_rule_tensors<T, X, M
     static_assert(fits || detail::never<T>,
                   "cpx: gated_delta_rule of tensors that are not sharded as the plan; make the plan with "
                   "carry(q.sharding(), ...)");
-    static_assert(element, "cpx: gated_delta_rule of elements that it does not have on devices; use float, "
-                           "__nv_bfloat16 or __half");
+    static_assert(!fits || element, "cpx: gated_delta_rule of elements that it does not have on devices; use float, "
+                                    "__nv_bfloat16 or __half");
     if constexpr (fits && element) {
         detail::gated_delta const r{heads, options};
         check_delta_rule(plan, r, t, by, here);

@@ -61,9 +61,10 @@ void gated_delta_rule_backward(carry_plan<How, S> const& plan, delta_rule_tensor
     static_assert(fits || !made,
                   "cpx: gated_delta_rule_backward of tensors or gradients that are not sharded as the plan; make "
                   "the plan with carry(q.sharding(), ...) and the gradients of the same sharding");
-    static_assert(same || !made, "cpx: gated_delta_rule_backward wants gradients of the tensors' elements");
-    static_assert(element, "cpx: gated_delta_rule_backward of elements that it does not have on devices; use float, "
-                           "__nv_bfloat16 or __half");
+    static_assert(!fits || same || !made, "cpx: gated_delta_rule_backward wants gradients of the tensors' elements");
+    static_assert(!fits || !same || element,
+                  "cpx: gated_delta_rule_backward of elements that it does not have on devices; use float, "
+                  "__nv_bfloat16 or __half");
     if constexpr (fits && same && element) {
         detail::gated_delta const r{heads, options};
         check_delta_rule_backward(plan, r, t, to, by, here);

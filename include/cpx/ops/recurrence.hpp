@@ -244,7 +244,7 @@ void recur(carry_plan<How, S> const& plan, R const& r, recurrence_tensors<T, X, 
     static_assert(fits || detail::never<T>,
                   "cpx: recur of tensors that are not sharded as the plan; make the plan with "
                   "carry(x.sharding(), ...)");
-    static_assert(models || detail::never<T>,
+    static_assert(!fits || models || detail::never<T>,
                   "cpx: recur of what is no model of cpx::recurrence, or has another number of inputs; "
                   "ops/local/recurrence.hpp says what a model has");
     if constexpr (fits && models) {
@@ -278,8 +278,8 @@ void recur_backward(carry_plan<How, S> const& plan, R const& r, recurrence_tenso
     static_assert(fits || !made,
                   "cpx: recur_backward of tensors or gradients that are not sharded as the plan; make the plan "
                   "with carry(x.sharding(), ...) and the gradients of the same sharding");
-    static_assert(same || !made, "cpx: recur_backward wants gradients of the tensors' elements");
-    static_assert(models || !made,
+    static_assert(!fits || same || !made, "cpx: recur_backward wants gradients of the tensors' elements");
+    static_assert(!fits || !same || models || !made,
                   "cpx: recur_backward of what is no model of cpx::recurrence, or has another number of "
                   "inputs; ops/local/recurrence.hpp says what a model has");
     if constexpr (fits && same && models) {

@@ -19,7 +19,7 @@ template <sharded_like X, sharded_like Y>
 void rotary(X const& x, index_t head_dim, rotary_options options, Y&& y, caller here = caller::here()) {
     constexpr bool fits = detail::sharded_as<sharding_of<X>, Y>, writes = detail::writes<Y, X>;
     static_assert(fits, "cpx: rotary of x and y on two shardings; make y of x's sharding");
-    static_assert(writes, "cpx: rotary wants x of y's elements, and a y that is not const and has a name");
+    static_assert(!fits || writes, "cpx: rotary wants x of y's elements, and a y that is not const and has a name");
     if constexpr (fits && writes) {
         auto const from = x.view();
         auto const to = y.view();
@@ -35,7 +35,8 @@ template <sharded_like X, sharded_like Y>
 void rotary_backward(X const& dy, index_t head_dim, rotary_options options, Y&& dx, caller here = caller::here()) {
     constexpr bool fits = detail::sharded_as<sharding_of<X>, Y>, writes = detail::writes<Y, X>;
     static_assert(fits, "cpx: rotary_backward of dy and dx on two shardings; make dx of dy's sharding");
-    static_assert(writes, "cpx: rotary_backward wants dy of dx's elements, and a dx that is not const and has a name");
+    static_assert(!fits || writes,
+                  "cpx: rotary_backward wants dy of dx's elements, and a dx that is not const and has a name");
     if constexpr (fits && writes) {
         auto const from = dy.view();
         auto const to = dx.view();
@@ -54,7 +55,7 @@ void rotate_sharded(sharded_positions<S> const& positions, X const& x, index_t h
     constexpr bool fits = sharded_as<S, X, Y>, writes = detail::writes<Y, X>;
     static_assert(fits, "cpx: rotary by positions of another sharding than that of x and y; compute positions from ids "
                         "that are sharded as x");
-    static_assert(writes, "cpx: rotary wants x of y's elements, and a y that is not const and has a name");
+    static_assert(!fits || writes, "cpx: rotary wants x of y's elements, and a y that is not const and has a name");
     if constexpr (fits && writes) {
         auto const from = x.view();
         auto const to = y.view();

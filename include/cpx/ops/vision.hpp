@@ -43,7 +43,7 @@ void put_features(sharded_positions<S> const& positions, media_kind kind, F cons
     constexpr bool fits = detail::at_home<S, X, F>, writes = detail::writes<X, F>;
     static_assert(fits, "cpx: put_features of rows that are not at their placeholders; relayout the features as "
                         "positions.features(kind), and make x of the positions' sharding");
-    static_assert(writes,
+    static_assert(!fits || writes,
                   "cpx: put_features wants features of x's elements, and an x that is not const and has a name");
     if constexpr (fits && writes)
         detail::at_placeholders("put_features", positions, kind, x.view(), features.view(), here,
@@ -62,8 +62,9 @@ void put_features_backward(sharded_positions<S> const& positions, media_kind kin
     constexpr bool fits = detail::at_home<S, X, F>, writes = detail::writes<X, F> && detail::writes<F, X>;
     static_assert(fits, "cpx: put_features_backward of rows that are not at their placeholders; make dfeatures of "
                         "positions.features(kind), and dx of the positions' sharding");
-    static_assert(writes, "cpx: put_features_backward wants dx and dfeatures of the same elements, not const, with "
-                          "names");
+    static_assert(!fits || writes,
+                  "cpx: put_features_backward wants dx and dfeatures of the same elements, not const, with "
+                  "names");
     if constexpr (fits && writes)
         detail::at_placeholders("put_features_backward", positions, kind, dx.view(), dfeatures.view(), here,
                                 [](auto* row, auto* feature, index_t n) {
@@ -86,7 +87,7 @@ void add_features(sharded_positions<S> const& positions, media_kind kind, F cons
     constexpr bool fits = detail::at_home<S, X, F>, writes = detail::writes<X, F>;
     static_assert(fits, "cpx: add_features of rows that are not at their placeholders; relayout the features as "
                         "positions.features(kind), and make x of the positions' sharding");
-    static_assert(writes,
+    static_assert(!fits || writes,
                   "cpx: add_features wants features of x's elements, and an x that is not const and has a name");
     if constexpr (fits && writes)
         detail::at_placeholders("add_features", positions, kind, x.view(), features.view(), here,
@@ -107,7 +108,8 @@ void add_features_backward(sharded_positions<S> const& positions, media_kind kin
     constexpr bool fits = detail::at_home<S, X, F>, writes = detail::writes<F, X>;
     static_assert(fits, "cpx: add_features_backward of rows that are not at their placeholders; make dfeatures of "
                         "positions.features(kind), and dx of the positions' sharding");
-    static_assert(writes, "cpx: add_features_backward wants dfeatures of dx's elements, not const, with a name");
+    static_assert(!fits || writes,
+                  "cpx: add_features_backward wants dfeatures of dx's elements, not const, with a name");
     if constexpr (fits && writes)
         detail::at_placeholders("add_features_backward", positions, kind, dx.view(), dfeatures.view(), here,
                                 [](auto const* row, auto* feature, index_t n) { std::copy_n(row, n, feature); });

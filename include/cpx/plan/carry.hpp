@@ -164,10 +164,20 @@ struct carry_exchanges<scan> : carry_steps {
 };
 
 /// The exchanges for tensors that are sharded as `S` says.
-template <carry_kind How, any_sharding S>
+template <class How, class S>
 struct carry_plan : carry_exchanges<How> {
     S sharding;
 };
+template <class How, class S>
+    requires(!carry_kind<How> || !any_sharding<S>)
+struct carry_plan<How, S> {
+    static_assert(detail::never<How>,
+                  "cpx: a carry_plan is what carry<scan>(sharding, rank), or carry<serial>, returns");
+    template <class... X>
+    carry_plan(X const&...) {}
+};
+template <class X = detail::any>
+carry_plan(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}) -> carry_plan<detail::any, detail::any>;
 
 /// Returns the plan by which `rank` hands recurrent states on: `carry<scan>(sharding, rank)`. Pure: no communication.
 ///

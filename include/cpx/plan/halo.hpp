@@ -20,7 +20,7 @@ struct halo_run {
 /// The `reach` rows beside segment i are, in order, `runs[begin[i]] .. runs[begin[i + 1]]`; fewer only where
 /// the sequence begins or ends. Rows that the rank holds itself are named, not copied. The transposed plan carries the
 /// gradients of halo rows home and adds them in rank order.
-template <any_sharding S>
+template <class S>
 struct halo_plan : plan {
     S sharding;
     index_t reach = 0;
@@ -29,6 +29,15 @@ struct halo_plan : plan {
     std::vector<halo_run> runs;
     std::vector<std::size_t> begin;
 };
+template <class S>
+    requires(!any_sharding<S>)
+struct halo_plan<S> {
+    static_assert(detail::never<S>, "cpx: a halo_plan is what halo(sharding, rank, reach) returns");
+    template <class... X>
+    halo_plan(X const&...) {}
+};
+template <class X = detail::any>
+halo_plan(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}) -> halo_plan<detail::any>;
 
 namespace detail {
 

@@ -15,13 +15,23 @@
 namespace cpx {
 
 /// A plan that knows from which sharding to which it leads, so that tensors of others do not compile.
-template <any_sharding From, any_sharding To>
+template <class From, class To>
 struct relayout_plan : plan {
     From from;
     To to;
 
     relayout_plan<To, From> transposed() const { return {plan::transposed(), to, from}; }
 };
+template <class From, class To>
+    requires(!any_sharding<From> || !any_sharding<To>)
+struct relayout_plan<From, To> {
+    static_assert(detail::never<From>, "cpx: a relayout_plan is what relayout(from, to, rank) returns");
+    template <class... X>
+    relayout_plan(X const&...) {}
+};
+template <class X = detail::any>
+relayout_plan(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {})
+    -> relayout_plan<detail::any, detail::any>;
 
 namespace detail {
 
@@ -366,10 +376,10 @@ relayout_plan<From, To> relayout(From const& from, To const& to, int rank, calle
                                     detail::end_of(to), std::move(out), std::move(in), here),
             from, to};
 }
-template <class X = detail::any>
-detail::refused relayout(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
+template <class X = detail::any, class Y = detail::any>
+detail::refused relayout(X const& = {}, Y const& = {}, detail::any = {}, detail::any = {}) {
     static_assert(
-        detail::never<X>,
+        detail::never<X, Y>,
         "cpx: relayout(from, to, rank) wants two shardings, such as shard(batch, zigzag<4>{}) returns, and this rank");
     return {};
 }

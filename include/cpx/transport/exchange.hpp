@@ -165,8 +165,9 @@ template <any_sharding From, any_sharding To, sharded_anywhere X, sharded_anywhe
 void exchange(relayout_plan<From, To> const& p, X const& from, Y&& to, Comm& comm, caller here = caller::here()) {
     constexpr bool source = detail::sharded_as<From, X>, target = detail::sharded_as<To, Y>;
     constexpr bool writes = detail::writes<Y>, there = detail::in_memory_of<Comm, X, Y>;
-    static_assert(source, "cpx: exchange of a tensor that is not sharded as the plan's source; make the plan with "
-                          "relayout(tensor.sharding(), ...)");
+    static_assert(source || detail::never<element_of<X>>,
+                  "cpx: exchange of a tensor that is not sharded as the plan's source; make the plan with "
+                  "relayout(tensor.sharding(), ...)");
     static_assert(!source || target,
                   "cpx: exchange into a tensor that is not sharded as the plan's target; make the plan with "
                   "relayout(..., tensor.sharding(), ...)");
@@ -209,14 +210,14 @@ tensor<element_of<X>, To, memory_of<X>> exchange(X const& from, To const& to, Co
 
 template <class Plan, class X, class Y, class Comm>
 void exchange(Plan const&, X const&, Y&&, Comm&, caller = caller::here()) {
-    static_assert(detail::never<Plan>,
+    static_assert(detail::never<Plan, X, std::remove_cvref_t<Y>>,
                   "cpx: exchange(plan, from, to, comm) wants a relayout_plan and two tensors, or any plan and two "
                   "cpx::rows, and a cpx::transport; view memory as sharded, or as rows");
 }
 template <class Plan, class X>
 std::conditional_t<std::is_array_v<X>, detail::refused, X> exchange(Plan const&, X const&, detail::any = {},
                                                                     detail::any = {}) {
-    static_assert(detail::never<Plan>,
+    static_assert(detail::never<Plan, X>,
                   "cpx: exchange(plan, x, comm) wants a relayout_plan, a tensor and a cpx::transport, and exchange(x, "
                   "sharding, comm) a tensor, a sharding and a cpx::transport; give other plans rows and a target");
     throw;

@@ -241,8 +241,9 @@ void causal_conv1d(conv_exchange<T, S>& by, X const& x, rows<W> weight, std::typ
     constexpr bool writes = cpx::detail::writes<Y, X> && std::same_as<element_of<Y>, T>;
     static_assert(fits, "cpx: cuda::causal_conv1d of tensors that are not sharded as the conv_exchange; make that with "
                         "halo(x.sharding(), ...) and y of the same sharding");
-    static_assert(writes, "cpx: cuda::causal_conv1d wants x and y of the conv_exchange's elements, and a y that is not "
-                          "const and has a name");
+    static_assert(!fits || writes,
+                  "cpx: cuda::causal_conv1d wants x and y of the conv_exchange's elements, and a y that is not "
+                  "const and has a name");
     if constexpr (fits && writes) {
         sharded<T const, S, memory> const from = x.view();
         sharded<T, S, memory> const to = y.view();
@@ -295,7 +296,7 @@ void causal_conv1d_backward(conv_exchange<T, S>& by, X const& x, rows<W> weight,
     constexpr bool same = std::same_as<element_of<X>, T> && std::same_as<element_of<Dy>, T>;
     static_assert(fits, "cpx: cuda::causal_conv1d_backward of tensors that are not sharded as the conv_exchange; make "
                         "that with halo(x.sharding(), ...) and dy of the same sharding");
-    static_assert(same, "cpx: cuda::causal_conv1d_backward wants x and dy of the conv_exchange's elements");
+    static_assert(!fits || same, "cpx: cuda::causal_conv1d_backward wants x and dy of the conv_exchange's elements");
     if constexpr (fits && same) {
         sharded<T const, S, memory> const from = x.view(), of_y = dy.view();
         by.set(from.sharding(), here);

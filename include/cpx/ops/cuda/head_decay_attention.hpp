@@ -124,8 +124,8 @@ void recur(carry_plan<How, S> const& plan, head_decay_attention const& r, head_d
     constexpr bool fits = std::same_as<X, S>, element = cuda::gpu_number<T>;
     static_assert(fits, "cpx: recur of tensors that are not sharded as the plan; make the plan with "
                         "carry(q.sharding(), ...)");
-    static_assert(element, "cpx: recur of elements that a decay a head does not have on devices; use float, "
-                           "__nv_bfloat16 or __half");
+    static_assert(!fits || element, "cpx: recur of elements that a decay a head does not have on devices; use float, "
+                                    "__nv_bfloat16 or __half");
     if constexpr (fits && element) {
         detail::device_head_decay<T> const there(r);
         auto const given = detail::head_decay_given(t);
@@ -145,9 +145,10 @@ void recur_backward(carry_plan<How, S> const& plan, head_decay_attention const& 
     constexpr bool element = cuda::gpu_number<T>;
     static_assert(fits, "cpx: recur_backward of tensors or gradients that are not sharded as the plan; make the plan "
                         "with carry(q.sharding(), ...) and the gradients of the same sharding");
-    static_assert(same, "cpx: recur_backward wants gradients of the tensors' elements");
-    static_assert(element, "cpx: recur_backward of elements that a decay a head does not have on devices; use float, "
-                           "__nv_bfloat16 or __half");
+    static_assert(!fits || same, "cpx: recur_backward wants gradients of the tensors' elements");
+    static_assert(!fits || !same || element,
+                  "cpx: recur_backward of elements that a decay a head does not have on devices; use float, "
+                  "__nv_bfloat16 or __half");
     if constexpr (fits && same && element) {
         detail::device_head_decay<T> const there(r);
         auto const given = detail::head_decay_given(t);

@@ -20,7 +20,8 @@ void rotary(X const& x, index_t head_dim, rotary_pairs const& pairs, rotary_posi
             caller here = caller::here()) {
     constexpr bool fits = cpx::detail::sharded_as<sharding_of<X>, Y>, writes = cpx::detail::writes<Y, X>;
     static_assert(fits, "cpx: cuda::rotary of x and y on two shardings; make y of x's sharding");
-    static_assert(writes, "cpx: cuda::rotary wants x of y's elements, and a y that is not const and has a name");
+    static_assert(!fits || writes,
+                  "cpx: cuda::rotary wants x of y's elements, and a y that is not const and has a name");
     if constexpr (fits && writes) {
         cpx::detail::require_place("cuda::rotary", "y", y.view(), x.view(), "that of x", here);
         detail::require_stream("cuda::rotary", "y", y.view(), x.view(), here);
@@ -42,8 +43,9 @@ void rotary_backward(X const& dy, index_t head_dim, rotary_pairs const& pairs, r
                      Y&& dx, caller here = caller::here()) {
     constexpr bool fits = cpx::detail::sharded_as<sharding_of<X>, Y>, writes = cpx::detail::writes<Y, X>;
     static_assert(fits, "cpx: cuda::rotary_backward of dy and dx on two shardings; make dx of dy's sharding");
-    static_assert(writes, "cpx: cuda::rotary_backward wants dy of dx's elements, and a dx that is not const and has a "
-                          "name");
+    static_assert(!fits || writes,
+                  "cpx: cuda::rotary_backward wants dy of dx's elements, and a dx that is not const and has a "
+                  "name");
     if constexpr (fits && writes) {
         cpx::detail::require_place("cuda::rotary_backward", "dx", dx.view(), dy.view(), "that of dy", here);
         detail::require_stream("cuda::rotary_backward", "dx", dx.view(), dy.view(), here);

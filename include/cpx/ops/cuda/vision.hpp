@@ -81,7 +81,7 @@ void put_features(placeholder_rows<S> const& at, media_kind kind, F const& featu
     constexpr bool fits = detail::at_home<S, X, F>, writes = cpx::detail::writes<X, F>;
     static_assert(fits, "cpx: cuda::put_features of rows that are not at their placeholders; relayout the features as "
                         "at.features(kind), and make x of the placeholders' sharding");
-    static_assert(writes,
+    static_assert(!fits || writes,
                   "cpx: cuda::put_features wants features of x's elements, and an x that is not const and has a name");
     if constexpr (fits && writes) {
         auto const from = features.view();
@@ -98,8 +98,9 @@ void put_features_backward(placeholder_rows<S> const& at, media_kind kind, X&& d
     constexpr bool fits = detail::at_home<S, X, F>, writes = cpx::detail::writes<X, F> && cpx::detail::writes<F, X>;
     static_assert(fits, "cpx: cuda::put_features_backward of rows that are not at their placeholders; make dfeatures "
                         "of at.features(kind), and dx of the placeholders' sharding");
-    static_assert(writes, "cpx: cuda::put_features_backward wants dx and dfeatures of the same elements, not const, "
-                          "with names");
+    static_assert(!fits || writes,
+                  "cpx: cuda::put_features_backward wants dx and dfeatures of the same elements, not const, "
+                  "with names");
     if constexpr (fits && writes) {
         using T = element_of<X>;
         auto const from = dx.view();
@@ -123,7 +124,7 @@ void add_features(placeholder_rows<S> const& at, media_kind kind, F const& featu
     constexpr bool fits = detail::at_home<S, X, F>, writes = cpx::detail::writes<X, F>;
     static_assert(fits, "cpx: cuda::add_features of rows that are not at their placeholders; relayout the features as "
                         "at.features(kind), and make x of the placeholders' sharding");
-    static_assert(writes,
+    static_assert(!fits || writes,
                   "cpx: cuda::add_features wants features of x's elements, and an x that is not const and has a name");
     if constexpr (fits && writes) {
         auto const from = features.view();
@@ -140,7 +141,8 @@ void add_features_backward(placeholder_rows<S> const& at, media_kind kind, X con
     constexpr bool fits = detail::at_home<S, X, F>, writes = cpx::detail::writes<F, X>;
     static_assert(fits, "cpx: cuda::add_features_backward of rows that are not at their placeholders; make dfeatures "
                         "of at.features(kind), and dx of the placeholders' sharding");
-    static_assert(writes, "cpx: cuda::add_features_backward wants dfeatures of dx's elements, not const, with a name");
+    static_assert(!fits || writes,
+                  "cpx: cuda::add_features_backward wants dfeatures of dx's elements, not const, with a name");
     if constexpr (fits && writes) {
         auto const from = dx.view();
         auto const to = dfeatures.view();
