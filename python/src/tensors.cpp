@@ -18,13 +18,13 @@ bool describe(nb::handle object, dlpack::tensor& found) {
 }
 
 /// Returns a name for `PyObject_GetAttr` and the like, made once.
-PyObject* name_of(char const* text) { return PyUnicode_InternFromString(text); }
+PyObject* interned(char const* text) { return PyUnicode_InternFromString(text); }
 
 /// Returns whether the type of a tensor is in the set `plain`, and its elements are in memory as they are; `wanted`
 /// becomes true if it wants a gradient.
 bool is_plain(nb::handle x, nb::handle plain, bool& wanted) {
-    static PyObject* const is_neg = name_of("is_neg");
-    static PyObject* const requires_grad = name_of("requires_grad");
+    static PyObject* const is_neg = interned("is_neg");
+    static PyObject* const requires_grad = interned("requires_grad");
     auto const is = [](PyObject* made, PyObject* value) {
         if (!made) PyErr_Clear(); // it is neither
         return nb::steal(made).is(value);

@@ -288,7 +288,8 @@ def test_megatron_rows_of_one_length_keep_their_batch(balanced, ranks):
         shares = [12 // ranks, 24 // ranks]
         z = megatron.tensor_a2a_hp2cp(y, 0, -1, comm, shares, redo_attention_load_balancing=balanced)
         assert torch.equal(z, x)
-        with pytest.raises(cpx.Error, match=rf"tensor_a2a_cp2hp: sections: expected multiples of {ranks} ranks, got \[7\]"):
+        uneven = rf"tensor_a2a_cp2hp: sections: expected multiples of {ranks} ranks, got \[7\]"
+        with pytest.raises(cpx.Error, match=uneven):
             megatron.tensor_a2a_cp2hp(x[..., :7], 0, -1, comm)
         with pytest.raises(cpx.Error, match="seq_dim, head_dim"):
             megatron.tensor_a2a_cp2hp(x, 1, -1, comm)
