@@ -1784,7 +1784,10 @@ template <class P>
 inline constexpr int static_ranks = [] {
     if constexpr (requires { P::static_ranks; })
         return P::static_ranks;
-    else if constexpr (std::is_empty_v<P> && requires { typename std::integral_constant<int, P{}.ranks()>; })
+    else if constexpr (requires {
+                           requires std::is_empty_v<P>; // others are not made
+                           typename std::integral_constant<int, P{}.ranks()>;
+                       })
         return P{}.ranks();
     else
         return dynamic;
@@ -3011,6 +3014,14 @@ template <class T, class A, any_sharding S, any_memory M>
 void require_place(char const* where, char const* what, sharded<T, S, M> const& x, sharded<A, S, M> const& other,
                    char const* whose, caller here) {
     require_place(where, what, x, other.sharding(), other.rank(), whose, here);
+}
+
+/// Throws `cpx::error` unless `x` is in `memory`, that of `whose`, and in its stream.
+template <class T, any_sharding S, any_memory M>
+void require_in_memory(char const* where, char const* what, sharded<T, S, M> const& x, M const& memory,
+                       char const* whose, caller here) {
+    if (!(x.memory() == memory))
+        throw error(where, std::string("memory of ") + what, std::string(whose) + ", in its stream", "another", here);
 }
 
 // What operators assert of types. They compile nothing else if it does not hold, so that no other message follows.

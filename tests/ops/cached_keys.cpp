@@ -34,15 +34,6 @@ private:
     cached_keys<double, host_memory> kept_;
 };
 
-namespace support {
-
-template <class F>
-void for_each_element(far_memory, cpx::index_t count, cpx::index_t width, F const& f) {
-    cpx::for_each_element(cpx::host_memory(), count, width, f);
-}
-
-} // namespace support
-
 TEST_SUITE("ops") {
     TEST_CASE("a batch that cannot be kept leaves a cache as it was, and can be appended later") {
         using kept = cpx::detail::cached_keys<double, support::far_memory>;

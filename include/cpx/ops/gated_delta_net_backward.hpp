@@ -29,13 +29,10 @@ struct gated_delta_net_backward_pass {
                       Saved const& saved, sharded<T const, S, M> const& dy,
                       gated_delta_net_gradients<T, S, M> const& to, M const& memory, caller here) {
         S const& sharding = net.sharding();
-        sharded<T const, S, M> const given[] = {x, dy, to.dx};
-        for (auto const& tensor : given) {
-            require_place(where, "x, dy and dx", tensor, sharding, net.rank(), "the layer's", here);
-            require(tensor.memory() == memory, where, "memory of x, dy and dx", "the communicator's, in its stream",
-                    "another", here);
-            require_shape(where, "x, dy and dx", tensor.data(), sharding.rows(net.rank()), net.config().hidden, here);
-        }
+        auto const check_rows = [&](char const* name, sharded<T const, S, M> const& tensor) {
+            net.check_rows(where, name, tensor, memory, here);
+        };
+        check_rows("x", x), check_rows("dy", dy), check_rows("dx", to.dx);
         net.check(where, w, here);
         net.check(where, to.weights, here);
         bool const ran = saved.z && saved.o && saved.projected && saved.mixed && saved.gates;

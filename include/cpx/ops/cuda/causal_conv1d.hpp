@@ -33,8 +33,7 @@ template <class T, any_sharding S>
 void convolve(convolution<T, S, cuda::memory> const& of, cuda::communicator& comm, caller here) {
     require(!of.states.initial.data() && !of.states.final.data(), of.where, "states", "none, of tensors on devices",
             "some", here);
-    require(of.x.memory() == comm.memory(), "causal_conv1d", "memory of x", "the communicator's, in its stream",
-            "another", here);
+    require_in_memory("causal_conv1d", "x", of.x, comm.memory(), "the communicator's", here);
     auto by = std::make_unique<cuda::conv_exchange<T, S>>(of.plan, of.x.data().width(), comm,
                                                           options_of_call(of.x, of.act, of.bias), here);
     cuda::causal_conv1d(*by, of.x, of.weight, of.bias, of.act, of.y, here);
@@ -65,7 +64,7 @@ void convolve_backward_by_row(sharded<T const, S, cuda::memory> const& x, rows<T
 template <class T, any_sharding S, std::derived_from<cuda::communicator> Comm>
 void convolve_backward(convolution_backward<T, S, cuda::memory> const& to, Comm& comm, caller here) {
     auto const& [before, after, x, weight, bias, act, dy, dx, dweight, dbias, order, where] = to;
-    require(x.memory() == comm.memory(), where, "memory of x", "the communicator's, in its stream", "another", here);
+    require_in_memory(where, "x", x, comm.memory(), "the communicator's", here);
     auto by = std::make_unique<cuda::conv_exchange<T, S>>(before, after, x.data().width(), comm,
                                                           options_of_call(x, act, bias), here);
     auto checked = cuda::detail::check_convolve_backward(*by, x, weight, bias, act, dy, {dx, dweight, dbias}, here);

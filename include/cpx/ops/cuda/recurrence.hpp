@@ -138,8 +138,7 @@ protected:
     template <class X, std::size_t N>
     void require_there(char const* where, X const& tensors, std::array<std::string, N> const& names) const {
         each_input(tensors, [&](std::size_t i, auto const& x) {
-            require(x.memory() == memory_.memory(), where, ("memory of " + names[i]).c_str(),
-                    "the communicator's, in its stream", "another", here_);
+            require_in_memory(where, names[i].c_str(), x, memory_.memory(), "the communicator's", here_);
             cuda::detail::require_memory(where, names[i].c_str(), x.data(), here_);
         });
     }
