@@ -60,9 +60,8 @@ struct gated_delta_net_backward_pass {
         weight_sums const sums(sharding, to.order, by.comm, here, where);
         auto const made = [&](index_t width) { return tensor<T, S, M>(sharding, rank, width, memory, here); };
         auto const weight = [&](auto const& in, auto const& d, auto const& dweight) { // += d^T in
-            auto const own = sums.share(d, d.data().width(), here);
-            if (!own.share.empty())
-                by.linear_backward_weight(own.data, in.data, dweight.sub(own.share.first, own.share.size()));
+            sums.linear(
+                in, d, dweight, [&](auto const&... given) { by.linear_backward_weight(given...); }, here);
         };
 
         auto normed = made(v), dnormed = made(v), dz = made(v);
