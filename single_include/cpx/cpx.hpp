@@ -1784,10 +1784,7 @@ template <class P>
 inline constexpr int static_ranks = [] {
     if constexpr (requires { P::static_ranks; })
         return P::static_ranks;
-    else if constexpr (requires {
-                           requires std::is_empty_v<P>; // others are not made
-                           typename std::integral_constant<int, P{}.ranks()>;
-                       })
+    else if constexpr (std::is_empty_v<P> && requires { typename std::integral_constant<int, P{}.ranks()>; })
         return P{}.ranks();
     else
         return dynamic;
@@ -3098,7 +3095,7 @@ public:
     explicit table(L const& l, caller here = caller::here()) : table(l.ranks(), owners_of(l), here) {}
 
     template <class X = void>
-    explicit table(detail::any = {}, detail::any = {}, detail::any = {}) {
+    explicit table(detail::any, detail::any = {}, detail::any = {}) {
         static_assert(detail::never<X>, "cpx: table wants the number of ranks and the rank of every chunk: "
                                         "table(2, {0, 1, 1, 0}); or another layout");
     }
@@ -6737,10 +6734,10 @@ std::vector<index_t> traffic(From const& from, To const& to, caller here = calle
     }
     return rows;
 }
-template <class X = detail::any, class Y = detail::any>
-std::vector<index_t> traffic(X const& = {}, Y const& = {}, detail::any = {}) {
-    static_assert(detail::never<X, Y>, "cpx: traffic(from, to) wants two shardings, such as shard(batch, zigzag<4>{}) "
-                                       "returns");
+template <class X = detail::any>
+std::vector<index_t> traffic(X const& = {}, detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<X>, "cpx: traffic(from, to) wants two shardings, such as shard(batch, zigzag<4>{}) "
+                                    "returns");
     return {};
 }
 
@@ -6797,11 +6794,10 @@ volume lower_bound(From const& from, To const& to, index_t width = 1, caller her
     }
     return bound;
 }
-template <class X = detail::any, class Y = detail::any>
-volume lower_bound(X const& = {}, Y const& = {}, detail::any = {}, detail::any = {}) {
-    static_assert(detail::never<X, Y>,
-                  "cpx: lower_bound(from, to, width) wants two shardings and perhaps the elements of "
-                  "a row");
+template <class X = detail::any>
+volume lower_bound(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<X>, "cpx: lower_bound(from, to, width) wants two shardings and perhaps the elements of "
+                                    "a row");
     return {};
 }
 
@@ -7992,11 +7988,11 @@ movement<T, relayout_plan<From, To>, Comm> make_movement(From const& from, To co
                                                          Comm& comm, caller here = caller::here()) {
     return {relayout(from, to, comm.rank(), here), width, most, comm, here};
 }
-template <class T = void, class X = detail::any, class Y = detail::any>
-detail::refused make_movement(X const& = {}, Y const& = {}, detail::any = {}, detail::any = {}, detail::any = {},
+template <class T = void, class X = detail::any>
+detail::refused make_movement(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
                               detail::any = {}) {
-    static_assert(detail::never<X, Y>, "cpx: make_movement<T>(from, to, width, capacity, comm) wants two shardings, or "
-                                       "make_movement<T>(plan, width, capacity, comm) a plan, and a cpx::transport");
+    static_assert(detail::never<X>, "cpx: make_movement<T>(from, to, width, capacity, comm) wants two shardings, or "
+                                    "make_movement<T>(plan, width, capacity, comm) a plan, and a cpx::transport");
     return {};
 }
 

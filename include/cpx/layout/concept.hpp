@@ -66,10 +66,7 @@ template <class P>
 inline constexpr int static_ranks = [] {
     if constexpr (requires { P::static_ranks; })
         return P::static_ranks;
-    else if constexpr (requires {
-                           requires std::is_empty_v<P>; // others are not made
-                           typename std::integral_constant<int, P{}.ranks()>;
-                       })
+    else if constexpr (std::is_empty_v<P> && requires { typename std::integral_constant<int, P{}.ranks()>; })
         return P{}.ranks();
     else
         return dynamic;
