@@ -193,10 +193,9 @@ public:
         rank.linear(x->data(), w, y->data());
         back([=, this] {
             if (!x->whole) x->whole = sums(x->value.sharding()).whole(x->value);
-            auto const own = share(y->grad(), w.count());
-            if (!own.share.empty())
-                rank.linear_backward_weight(own.data, x->whole->data,
-                                            grads.of(weight).sub(own.share.first, own.share.size()));
+            sums(x->value.sharding()).linear(*x->whole, y->grad(), grads.of(weight), [&](auto const&... given) {
+                rank.linear_backward_weight(given...);
+            });
             rank.linear_backward_input(y->grad().data(), w, x->grad().data());
         });
         return y;

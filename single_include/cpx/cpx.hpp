@@ -3037,6 +3037,14 @@ void require_place(char const* where, char const* what, sharded<T, S, M> const& 
     require_place(where, what, x, other.sharding(), other.rank(), whose, here);
 }
 
+/// Throws `cpx::error` unless `x` is in `memory`, that of `whose`, and in its stream.
+template <class T, any_sharding S, any_memory M>
+void require_in_memory(char const* where, char const* what, sharded<T, S, M> const& x, M const& memory,
+                       char const* whose, caller here) {
+    if (!(x.memory() == memory))
+        throw error(where, std::string("memory of ") + what, std::string(whose) + ", in its stream", "another", here);
+}
+
 // What operators assert of types. They compile nothing else if it does not hold, so that no other message follows.
 
 template <class S, class... X>
@@ -3111,7 +3119,7 @@ public:
     explicit table(L const& l, caller here = caller::here()) : table(l.ranks(), owners_of(l), here) {}
 
     template <class X = void>
-    explicit table(detail::any = {}, detail::any = {}, detail::any = {}) {
+    explicit table(detail::any, detail::any = {}, detail::any = {}) {
         static_assert(detail::never<X>, "cpx: table wants the number of ranks and the rank of every chunk: "
                                         "table(2, {0, 1, 1, 0}); or another layout");
     }
@@ -6798,10 +6806,10 @@ std::vector<index_t> traffic(From const& from, To const& to, caller here = calle
     }
     return rows;
 }
-template <class X = detail::any, class Y = detail::any>
-std::vector<index_t> traffic(X const& = {}, Y const& = {}, detail::any = {}) {
-    static_assert(detail::never<X, Y>, "cpx: traffic(from, to) wants two shardings, such as shard(batch, zigzag<4>{}) "
-                                       "returns");
+template <class X = detail::any>
+std::vector<index_t> traffic(X const& = {}, detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<X>, "cpx: traffic(from, to) wants two shardings, such as shard(batch, zigzag<4>{}) "
+                                    "returns");
     return {};
 }
 
@@ -6858,11 +6866,10 @@ volume lower_bound(From const& from, To const& to, index_t width = 1, caller her
     }
     return bound;
 }
-template <class X = detail::any, class Y = detail::any>
-volume lower_bound(X const& = {}, Y const& = {}, detail::any = {}, detail::any = {}) {
-    static_assert(detail::never<X, Y>,
-                  "cpx: lower_bound(from, to, width) wants two shardings and perhaps the elements of "
-                  "a row");
+template <class X = detail::any>
+volume lower_bound(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<X>, "cpx: lower_bound(from, to, width) wants two shardings and perhaps the elements of "
+                                    "a row");
     return {};
 }
 
@@ -8053,11 +8060,11 @@ movement<T, relayout_plan<From, To>, Comm> make_movement(From const& from, To co
                                                          Comm& comm, caller here = caller::here()) {
     return {relayout(from, to, comm.rank(), here), width, most, comm, here};
 }
-template <class T = void, class X = detail::any, class Y = detail::any>
-detail::refused make_movement(X const& = {}, Y const& = {}, detail::any = {}, detail::any = {}, detail::any = {},
+template <class T = void, class X = detail::any>
+detail::refused make_movement(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
                               detail::any = {}) {
-    static_assert(detail::never<X, Y>, "cpx: make_movement<T>(from, to, width, capacity, comm) wants two shardings, or "
-                                       "make_movement<T>(plan, width, capacity, comm) a plan, and a cpx::transport");
+    static_assert(detail::never<X>, "cpx: make_movement<T>(from, to, width, capacity, comm) wants two shardings, or "
+                                    "make_movement<T>(plan, width, capacity, comm) a plan, and a cpx::transport");
     return {};
 }
 

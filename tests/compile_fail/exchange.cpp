@@ -210,7 +210,6 @@ auto rows_without_ranks = cpx::make_rows<float>(2, 3, 4);
 // expect: make_tensor<T>.sharding, rank, width. wants a sharding
 // expect: sharded.rows, sharding, rank. wants all three
 // expect: shard.batch, layout. wants a cpx::thd and a layout
-// expect: shard.batch, layout. wants a cpx::thd and a layout
 void of_refused(plan<zigzag, sequential> p, cpx::tensor<float, zigzag>& x, cpx::rows<short> some, zigzag const& from,
                 cpx::threads& comm) {
     auto const by_plan = cpx::exchange(x, cpx::relayout(from, from), comm);
@@ -218,7 +217,6 @@ void of_refused(plan<zigzag, sequential> p, cpx::tensor<float, zigzag>& x, cpx::
     cpx::exchange(p, x, cpx::make_tensor<short>(cpx::thd(), comm, 4), comm);
     auto const of_no_rank = cpx::exchange(p, cpx::sharded(some, from), comm);
     auto const moves = cpx::relayout(from, cpx::shard(x, 4), 0);
-    auto move = cpx::make_movement<float>(from, cpx::shard(comm, 4), 4, cpx::capacity{}, comm);
 }
 
 // expect: set_together.comm, f. wants a cpx::transport and what sets movements

@@ -516,11 +516,13 @@ void of_one_head(held_twice x, labels_of positions, std::vector<float>& out) {
 // expect: local_rows.sharding, rank, sections, weight. wants a sharding
 // expect: add_local_rows.sharding, rank, sections, local, weight. wants a sharding
 // expect: sum_readers<T>.sharding, shared, readers, width, terms, sums, comm. wants rows
+// expect: sequence_ends wants a sharding by tokens
 // expect: gated_delta_net_relayout.from, to, config. wants two carry_plans
 void of_heads(zigzag const& sharding, held_twice x, cpx::threads& comm) {
     cpx::local_rows(sharding, 0, sharding.sections(), x);
     cpx::add_local_rows(sharding, 0, sharding.sections(), x.data());
-    cpx::sum_readers(sharding, 1, 1, 4, x, x, comm);
+    cpx::sum_readers<float>(sharding, 1, 1, 4, x.data(), comm);
+    cpx::sequence_ends(sharding.batch(), 4);
     cpx::gated_delta_net_relayout of_a_batch(cpx::thd(), sharding, cpx::gated_delta_net_config());
 }
 

@@ -122,7 +122,7 @@ TEST_SUITE("cuda") {
         if (!has_gpus()) return;
         std::uint64_t seed = 20;
         for (auto const& [whole, prompt, heads] :
-             {std::tuple(lists{32, 0, 6, 1, 33}, lists{1, 0, 6, 0, 17}, cpx::attention_heads{6, 2, 5}),
+             {std::tuple(lists{33, 0, 6, 1, 49}, lists{1, 0, 6, 0, 17}, cpx::attention_heads{6, 2, 5}),
               std::tuple(lists{530, 3, 257}, lists{527, 0, 255}, cpx::attention_heads{4, 4, 40}),
               std::tuple(lists{1030, 260}, lists{1027, 256}, cpx::attention_heads{8, 2, 128}),
               std::tuple(lists{20, 300}, lists{17, 298}, cpx::attention_heads{16, 1, 256})}) {
@@ -135,7 +135,8 @@ TEST_SUITE("cuda") {
             };
             auto const one = converse<T>(p, prompt, 1, one_place, one_place);
             CHECK(on_ranks::relative_error(one, exact.of[0]) < rounding<T>());
-            for (int const ranks : {2, 3}) {
+            for (int const ranks : {2, 3, 4, 5, 8}) {
+                if (ranks > 3 && heads.dim > 5) break; // on small heads the ranks are what counts
                 CAPTURE(ranks);
                 auto const everywhere = [&](cpx::thd const& batch) { return cpx::replicated<>(ranks, batch); };
                 auto const split = [&](cpx::thd const& batch) {

@@ -410,7 +410,7 @@ TEST_SUITE("cuda") {
                 });
             };
             refused("shape of k", {q, narrow, v, g, beta, o});
-            refused("sharding of an input: expected the plan's, got another", {q, elsewhere, v, g, beta, o});
+            refused("sharding of k: expected the plan's, got another", {q, elsewhere, v, g, beta, o});
             refused("memory of v: expected the communicator's", {q, k, later, g, beta, o});
             refused("overlap of o and v", {q, k, v, g, beta, v});
             refused("shape of initial: expected (3, 256)", {q, k, v, g, beta, o, rows(states.data(), 4, 256)});

@@ -505,6 +505,12 @@ TEST_SUITE("cuda") {
             rejects({"nccl_tensors.cu", "causal_conv1d: memory of x"}, [&] {
                 cpx::causal_conv1d(cpx::halo(from, 0, 3), x, y.data().sub(0, 4), {}, cpx::activation::none, y, comm);
             });
+            rejects({"nccl_tensors.cu", "causal_conv1d_backward: memory of x: expected the communicator's"}, [&] {
+                cpx::causal_conv1d_backward(
+                    cpx::halo(from, 0, 3), cpx::halo(from, 0, 3, cpx::side::after), x, y.data().sub(0, 4), {},
+                    cpx::activation::none, y,
+                    cpx::causal_conv1d_gradients<float, std::remove_const_t<decltype(from)>, cuda::memory>{y}, comm);
+            });
             comm.wait();
             comm.work_in(another);
             CHECK(cpx::exchange(x, to, comm).read() == x.read());

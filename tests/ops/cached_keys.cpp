@@ -34,15 +34,6 @@ private:
     cached_keys<double, host_memory> kept_;
 };
 
-namespace support {
-
-template <class F>
-void for_each_element(far_memory, cpx::index_t count, cpx::index_t width, F const& f) {
-    cpx::for_each_element(cpx::host_memory(), count, width, f);
-}
-
-} // namespace support
-
 TEST_SUITE("ops") {
     TEST_CASE("a batch that cannot be kept leaves a cache as it was, and can be appended later") {
         using kept = cpx::detail::cached_keys<double, support::far_memory>;
@@ -78,5 +69,30 @@ TEST_SUITE("ops") {
             return o;
         };
         CHECK(on_ranks::same_bits(decode(true), decode(false)));
+    }
+
+    TEST_CASE("the tensor of another stream is named, before it is kept or attention over a cache runs") {
+        cpx::threads::run(1, [](cpx::threads& threads) {
+            support::far_ranks comm(threads);
+            auto const sharding = cpx::shard(support::lengths({3, 2}), cpx::zigzag<>(1));
+            auto const in = [&](support::far_memory memory, cpx::index_t width) {
+                return cpx::make_tensor<double>(sharding, 0, width, memory);
+            };
+            auto const k = in(comm.memory(), 4), q = in(comm.memory(), 8), later = in({8}, 4), later_q = in({8}, 8);
+            auto o = in(comm.memory(), 8), later_o = later_q;
+            cpx::attention_cache<double, support::far_memory> cache({4, 2, 2}, sharding, comm);
+            auto const rejects = [](std::string const& text, auto const& f) {
+                support::rejects({"cached_keys.cpp", text + ", in its stream, got another"}, f);
+            };
+            rejects("attention_cache: memory of k: expected that of this cache", [&] { cache.append(later, later); });
+            rejects("attention_cache: memory of v: expected that of k", [&] { cache.append(k, later); });
+            CHECK(cache.length(0) == 0);
+            cache.append(k, k);
+            cpx::cached_attention const attend(sharding, comm);
+            rejects("cached_attention: memory of o: expected that of q", [&] { attend(cache, q, 1., later_o, comm); });
+            rejects("cached_attention: memory of q: expected that of the cache",
+                    [&] { attend(cache, later_q, 1., later_o, comm); });
+            attend(cache, q, 1., o, comm);
+        });
     }
 }

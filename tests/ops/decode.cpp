@@ -329,8 +329,6 @@ conversation random_conversation(support::splitmix& numbers) {
     return c;
 }
 
-constexpr int cp_ranks[] = {1, 2, 3, 5, 8};
-
 } // namespace
 
 TEST_SUITE("ops") {
@@ -340,29 +338,46 @@ TEST_SUITE("ops") {
                        double) {
         support::splitmix numbers(11);
         auto all = conversations;
-        for (int i = 0; i < 5; ++i) all.push_back(random_conversation(numbers));
-        std::size_t turn = 0;
+        for (int i = 0; i < 6; ++i) all.push_back(random_conversation(numbers));
+        std::size_t turn = 0, round = 0;
         for (auto const& config : {grouped, uneven, pointwise})
             for (auto const& [whole, given_prompt] : all) {
                 auto const& prompt = given_prompt;
-                auto const p = random_layer<T>(lengths(whole), config, turn % 2 == 0, turn + 1);
+                auto const p = random_layer<T>(lengths(whole), config, round % 2 == 0, round + 1);
                 auto const want = expected(p.template as<double>());
                 CAPTURE(support::text(p.batch));
                 CAPTURE(support::text(lengths(prompt)));
-                for_each_sharding(lengths(prompt), cp_ranks[turn++ % std::size(cp_ranks)], {1},
+                for_each_sharding(lengths(prompt), rank_counts[round++ % std::size(rank_counts)], {1},
                                   [&](std::string const& name, auto const& sharding) {
                                       CAPTURE(name);
-                                      for (int i = 0; i < 2; ++i, ++turn) {
-                                          auto const first = prefills[turn % std::size(prefills)];
-                                          auto const then = decodings[turn % std::size(decodings)];
-                                          CAPTURE(static_cast<int>(first));
-                                          CAPTURE(static_cast<int>(then));
-                                          auto const got = generate(p, prompt, sharding, first, then);
-                                          CHECK(relative_error(got.y, want.y) <= tolerance<T>);
-                                          CHECK(relative_error(got.states, want.states) <= tolerance<T>);
-                                      }
+                                      auto const first = prefills[turn % std::size(prefills)];
+                                      auto const then = decodings[turn++ % std::size(decodings)];
+                                      CAPTURE(static_cast<int>(first));
+                                      CAPTURE(static_cast<int>(then));
+                                      auto const got = generate(p, prompt, sharding, first, then);
+                                      CHECK(relative_error(got.y, want.y) <= tolerance<T>);
+                                      CHECK(relative_error(got.states, want.states) <= tolerance<T>);
                                   });
             }
+    }
+
+    TEST_CASE_TEMPLATE("32 tokens decoded after any prefill are the layer over whole sequences, on every sharding", T,
+                       float, double) {
+        lists const whole{49, 0, 38, 1, 33, 32}, prompt{17, 0, 6, 1, 1, 0};
+        auto const p = random_layer<T>(lengths(whole), grouped, true, 7);
+        auto const want = expected(p.template as<double>());
+        std::size_t turn = 0;
+        for (int const ranks : rank_counts)
+            for_each_sharding(lengths(prompt), ranks, {1}, [&](std::string const& name, auto const& sharding) {
+                CAPTURE(name);
+                auto const first = prefills[turn % std::size(prefills)];
+                auto const then = decodings[turn++ % std::size(decodings)];
+                CAPTURE(static_cast<int>(first));
+                CAPTURE(static_cast<int>(then));
+                auto const got = generate(p, prompt, sharding, first, then);
+                CHECK(relative_error(got.y, want.y) <= tolerance<T>);
+                CHECK(relative_error(got.states, want.states) <= tolerance<T>);
+            });
     }
 
     TEST_CASE_TEMPLATE("every prefill goes with every decoding", T, float, double) {
@@ -409,7 +424,7 @@ TEST_SUITE("ops") {
                 auto const second = run_in_place<cpx::serial>(tail, then_one, states);
                 check(first, second, then_one, states);
 
-                int const ranks = cp_ranks[turn++ % std::size(cp_ranks)];
+                int const ranks = rank_counts[turn++ % std::size(rank_counts)];
                 by_tokens const before = cpx::shard(head.batch, cpx::zigzag<>(ranks));
                 for_each_sharding(tail.batch, ranks, {1}, [&](std::string const& name, auto const& after) {
                     CAPTURE(name);
@@ -434,7 +449,7 @@ TEST_SUITE("ops") {
             for (int i = 0; i < 6; ++i, ++turn) {
                 cpx::thd const batch = i ? random_batch(numbers, 9) : cpx::thd();
                 index_t const n = batch.sequences(), wide = state_width(config);
-                int const ranks = cp_ranks[turn % std::size(cp_ranks)];
+                int const ranks = rank_counts[turn % std::size(rank_counts)];
                 auto whole = uniform<T>(numbers, n * wide);
                 if (!whole.empty()) whole[whole.size() / 2] = std::copysign(poison<T>(), T{-1});
                 auto const owners = support::random_owners(numbers, ranks, static_cast<int>(n));
@@ -473,7 +488,7 @@ TEST_SUITE("ops") {
 
     TEST_CASE("a sequence ends where its last token lies, and what stays or nobody lacks is not sent") {
         support::splitmix numbers(3);
-        for (int const ranks : cp_ranks)
+        for (int const ranks : rank_counts)
             for (int i = 0; i < 12; ++i) {
                 cpx::thd const batch = i ? random_batch(numbers, 12) : cpx::thd();
                 index_t const n = batch.sequences();

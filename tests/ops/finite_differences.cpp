@@ -212,7 +212,13 @@ token_wise gradient(token_wise const& p, std::vector<double> const& dy, S const&
         cpx::weight_sums const sums(sharding, order, comm);
         auto dout = take(dy, p.outputs(), sharding, rank);
         std::vector<double> gates(2 * p.a_log.size()), dgains(2 * p.gain.size()), dweight(p.weight.size());
-        sums.terms(std::span(gates), [&](index_t row, std::span<double> into) {
+        auto const add_terms = [&](std::span<double> to, auto const& term) {
+            cpx::tensor<double, S> terms(sharding, rank, std::ssize(to));
+            for (index_t row = 0; row < sharding.rows(rank); ++row)
+                term(row, std::span(terms.data().row(row), to.size()));
+            cpx::add_terms(sums, terms, cpx::rows<double>(to, std::ssize(to)));
+        };
+        add_terms(gates, [&](index_t row, std::span<double> into) {
             for (index_t h = 0; h < p.heads; ++h) {
                 auto const head = static_cast<std::size_t>(h);
                 auto const gate = cpx::delta_rule_gate_backward(f.y.data()(row, h), p.a_log[head], p.dt_bias[head],
@@ -223,20 +229,21 @@ token_wise gradient(token_wise const& p, std::vector<double> const& dy, S const&
             }
         });
         auto const of_linear = dout.view().columns(0, p.width);
-        sums.linear(sums.whole(f.gated.view()), of_linear, cpx::rows<double>(dweight, width));
+        sums.linear(sums.whole(f.gated.view()), of_linear, cpx::rows<double>(dweight, width),
+                    [](auto of_y, auto x, auto to) { cpx::linear_backward_weight<double>(of_y, x, to); });
         cpx::tensor<double, S> dgated(sharding, rank, width);
         auto dxz = poisoned<double>(sharding, rank, 2 * width);
         auto const dx = dxz.data().columns(0, width), dz = dxz.data().columns(width, width);
         cpx::linear_backward_input<double>(of_linear.data(), f.weight, dgated.data());
         auto const one = [](auto const& values, index_t row) { return values.sub(row, 1); };
         std::span<double> const both(dgains);
-        sums.terms(both.last(p.gain.size()), [&](index_t row, std::span<double> into) {
+        add_terms(both.last(p.gain.size()), [&](index_t row, std::span<double> into) {
             auto const back = one(dgated.data(), row);
             cpx::gated_rms_norm_backward<double>(one(f.rotated.data(), row), one(f.z.data(), row), p.gated_gain, p.eps,
                                                  back, back, one(dz, row), into);
         });
         cpx::rotary_backward(dgated.view(), p.dim, p.rotary, dgated.view());
-        sums.terms(both.first(p.gain.size()), [&](index_t row, std::span<double> into) {
+        add_terms(both.first(p.gain.size()), [&](index_t row, std::span<double> into) {
             cpx::rms_norm_backward<double>(one(f.x.data(), row), p.gain, p.eps, 1, one(dgated.data(), row),
                                            one(dx, row), into);
         });

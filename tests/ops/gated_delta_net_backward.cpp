@@ -206,15 +206,13 @@ TEST_SUITE("ops") {
         others_states.states = of_other.states;
         rejects("saved states: expected those of the forward, got those of another batch",
                 call(p, others_states, x, x, dx, weights));
-        std::string const shardings = "sharding of x, dy and dx: expected the layer's";
-        rejects(shardings, call(p, good, foreign, x, dx, weights));
-        rejects(shardings, call(p, good, x, foreign, dx, weights));
-        rejects(shardings, call(p, good, x, x, foreign_dx, weights));
+        rejects("sharding of x: expected the layer's", call(p, good, foreign, x, dx, weights));
+        rejects("sharding of dy: expected the layer's", call(p, good, x, foreign, dx, weights));
+        rejects("sharding of dx: expected the layer's", call(p, good, x, x, foreign_dx, weights));
         cpx::sharded<double, S> const low(x.data().sub(0, 10), sharding, 0), low_dx(dx.data().sub(0, 10), sharding, 0);
-        std::string const shape = "shape of x, dy and dx: expected (11, 12), got ";
-        rejects(shape + "(10, 12)", call(p, good, low, x, dx, weights));
-        rejects(shape + "(11, 11)", call(p, good, x, x.columns(0, 11), dx, weights));
-        rejects(shape + "(10, 12)", call(p, good, x, x, low_dx, weights));
+        rejects("shape of x: expected (11, 12), got (10, 12)", call(p, good, low, x, dx, weights));
+        rejects("shape of dy: expected (11, 12), got (11, 11)", call(p, good, x, x.columns(0, 11), dx, weights));
+        rejects("shape of dx: expected (11, 12), got (10, 12)", call(p, good, x, x, low_dx, weights));
         for (std::size_t w = 0; w < p.weights.size(); ++w) {
             auto q = p;
             q.weights[w].resize(q.weights[w].size() + static_cast<std::size_t>(p.widths()[w]));

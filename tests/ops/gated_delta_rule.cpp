@@ -321,7 +321,7 @@ TEST_SUITE("ops") {
             t.initial = {states.data(), 1, 64};
         });
         rejects("shape of final: expected (2, 32), got (2, 16)", [&](auto& t) { t.final = {states.data(), 2, 16}; });
-        rejects("sharding of an input: expected the plan's", [&](auto& t) { t.k = {four.data(), other, 0}; });
+        rejects("sharding of k: expected the plan's", [&](auto& t) { t.k = {four.data(), other, 0}; });
         rejects("sharding of o: expected the plan's", [&](auto& t) { t.o = {eight.data(), other, 0}; });
         rejects("overlap of o and v: expected none, got some", [&](auto& t) { t.v = o; });
         rejects("overlap of o and beta", [&](auto& t) { t.beta = o.columns(6, 2); });

@@ -548,7 +548,7 @@ TEST_SUITE("ops") {
         rejects("shape of k: expected (11, 4), got (11, 8)", [&](R&, tensors& t, gradient&) { t.x[1] = v; });
         rejects("shape of g: expected (11, 2), got (11, 4)", [&](R&, tensors& t, gradient&) { t.x[3] = q; });
         rejects("shape of o: expected (11, 8), got (11, 4)", [&](R&, tensors& t, gradient&) { t.o = dq; });
-        rejects("sharding of an input: expected the plan's", [&](R&, tensors& t, gradient&) {
+        rejects("sharding of v: expected the plan's", [&](R&, tensors& t, gradient&) {
             t.x[2] = {v.data(), other, 0};
         });
         rejects("sharding of o: expected the plan's", [&](R&, tensors& t, gradient&) { t.o = {o.data(), other, 0}; });
@@ -574,6 +574,9 @@ TEST_SUITE("ops") {
                 [&](R&, tensors&, gradient& to) { to.dout = q; });
         rejects(back + "sharding of dout: expected the plan's", [&](R&, tensors&, gradient& to) {
             to.dout = {o.data(), other, 0};
+        });
+        rejects(back + "sharding of dk: expected the plan's", [&](R&, tensors&, gradient& to) {
+            to.dx[1] = {dq.data(), other, 0};
         });
         rejects(back + "overlap of dq and dk", [&](R&, tensors&, gradient& to) { to.dx[1] = dq; });
         rejects(back + "overlap of dv and v", [&](R&, tensors&, gradient& to) { to.dx[2] = v; });

@@ -42,6 +42,10 @@ std::vector<T> plain_weight(projection<T> const& p) {
     return sum;
 }
 
+auto const add_product = []<class T>(cpx::rows<T const> dy, cpx::rows<T const> x, cpx::rows<T> dweight) {
+    cpx::linear_backward_weight<T>(dy, x, dweight);
+};
+
 template <class T, cpx::any_sharding S>
 std::vector<T> weight_gradient(projection<T> const& p, S const& sharding, sum_order order) {
     reference::same_on_ranks<T> sums;
@@ -51,7 +55,7 @@ std::vector<T> weight_gradient(projection<T> const& p, S const& sharding, sum_or
         cpx::weight_sums const of(sharding, order, comm);
         std::vector<T> sum(static_cast<std::size_t>(p.out * p.in));
         auto const whole = of.whole(x.view());
-        of.linear(whole, dy.view(), cpx::rows<T>(sum, p.in));
+        of.linear(whole, dy.view(), cpx::rows<T>(sum, p.in), add_product);
         cpx::sum_over_ranks(std::span(sum), comm);
         sums.add(sum);
     });
@@ -84,13 +88,10 @@ std::vector<T> terms(projection<T> const& p, S const& sharding, sum_order order)
         int const rank = comm.rank();
         auto const x = take(p.x, {{1, p.in}}, sharding, rank), dy = take(p.dy, {{1, p.out}}, sharding, rank);
         std::vector<T> sum(static_cast<std::size_t>((p.in + 1) / 2 + p.out));
-        index_t next = 0;
-        cpx::weight_sums(sharding, order, comm).terms(std::span(sum), [&](index_t row, std::span<T> into) {
-            CHECK(row == next++);
-            REQUIRE(into.size() == sum.size());
-            add_terms<T>(x.data().row(row), dy.data().row(row), p.in, p.out, into);
-        });
-        CHECK(next == sharding.rows(rank));
+        cpx::tensor<T, S> of_rows(sharding, rank, std::ssize(sum));
+        for (index_t row = 0; row < sharding.rows(rank); ++row)
+            add_terms<T>(x.data().row(row), dy.data().row(row), p.in, p.out, {of_rows.data().row(row), sum.size()});
+        cpx::add_terms(cpx::weight_sums(sharding, order, comm), of_rows, cpx::rows<T>(sum, std::ssize(sum)));
         cpx::sum_over_ranks(std::span(sum), comm);
         sums.add(sum);
     });
@@ -197,7 +198,7 @@ TEST_SUITE("ops") {
                         auto const dy = take(p.dy, {{6, 1}}, split, rank);
                         cpx::sharded const x(cpx::rows<double const>(p.x, 4), split, rank);
                         std::vector<double> own(static_cast<std::size_t>(dy.width() * 4));
-                        sums.linear(sums.whole(x), dy.view(), cpx::rows<double>(own, 4));
+                        sums.linear(sums.whole(x), dy.view(), cpx::rows<double>(own, 4), add_product);
                         cpx::tensor<double, cpx::head_sharded<>> turned(
                             cpx::head_sharded<>(ranks, cpx::thd({0, 4}), {{6, 1}}), rank, dy.width());
                         for (index_t i = 0; i < 4; ++i)
@@ -224,8 +225,10 @@ TEST_SUITE("ops") {
                         cpx::weight_sums const sums(sharding, order, comm);
                         cpx::sharded const x(cpx::rows<double const>(p.x, 3), sharding, 0),
                             dy(cpx::rows<double const>(p.dy, 2), sharding, 0);
-                        sums.linear(sums.whole(x), dy, to);
-                        sums.terms(std::span(gains), [](index_t, std::span<double> into) { into[0] += 1; });
+                        sums.linear(sums.whole(x), dy, to, add_product);
+                        cpx::tensor<double, S> ones(sharding, 0, 2);
+                        for (index_t row = 0; row < 7; ++row) ones.data()(row, 0) = 1;
+                        cpx::add_terms(sums, ones, cpx::rows<double>(gains, 2));
                     });
                 };
             };
@@ -237,7 +240,7 @@ TEST_SUITE("ops") {
                 cpx::threads::run(1, [&](cpx::threads& comm) {
                     cpx::weight_sums const sums(sharding, order, comm);
                     cpx::sharded const x(cpx::rows<double>(q.x, 3), sharding, 0);
-                    sums.linear(sums.whole(x), x.columns(0, 2), x.data().sub(0, 2));
+                    sums.linear(sums.whole(x), x.columns(0, 2), x.data().sub(0, 2), add_product);
                 });
             };
             support::rejects({"weight_sums.cpp", "weight_sums::linear: overlap of dweight and"}, in_x);

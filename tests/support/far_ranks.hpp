@@ -2,6 +2,7 @@
 // Ranks whose memory is of another kind than the host's, without a GPU.
 #pragma once
 
+#include <cpx/core/elements.hpp>
 #include <cpx/core/memory.hpp>
 #include <cpx/transport/movement.hpp>
 #include <cpx/transport/threads.hpp>
@@ -30,6 +31,12 @@ struct far_memory {
     }
     friend bool operator==(far_memory, far_memory) = default;
 };
+
+template <class F>
+void for_each_element(far_memory, cpx::index_t count, cpx::index_t width, F const& f,
+                      cpx::caller = cpx::caller::here()) {
+    cpx::for_each_element(cpx::host_memory(), count, width, f);
+}
 
 /// Ranks with such memory, which run plans themselves: in truth on threads.
 class far_ranks {

@@ -263,6 +263,14 @@ void require_place(char const* where, char const* what, sharded<T, S, M> const& 
     require_place(where, what, x, other.sharding(), other.rank(), whose, here);
 }
 
+/// Throws `cpx::error` unless `x` is in `memory`, that of `whose`, and in its stream.
+template <class T, any_sharding S, any_memory M>
+void require_in_memory(char const* where, char const* what, sharded<T, S, M> const& x, M const& memory,
+                       char const* whose, caller here) {
+    if (!(x.memory() == memory))
+        throw error(where, std::string("memory of ") + what, std::string(whose) + ", in its stream", "another", here);
+}
+
 // What operators assert of types. They compile nothing else if it does not hold, so that no other message follows.
 
 template <class S, class... X>

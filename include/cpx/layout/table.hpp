@@ -34,7 +34,7 @@ public:
     explicit table(L const& l, caller here = caller::here()) : table(l.ranks(), owners_of(l), here) {}
 
     template <class X = void>
-    explicit table(detail::any = {}, detail::any = {}, detail::any = {}) {
+    explicit table(detail::any, detail::any = {}, detail::any = {}) {
         static_assert(detail::never<X>, "cpx: table wants the number of ranks and the rank of every chunk: "
                                         "table(2, {0, 1, 1, 0}); or another layout");
     }

@@ -54,7 +54,7 @@ attended_heads require_heads(char const* where, sharded<T, Q, M> const& q, shard
     K const& keys = k.sharding();
     require_batch(where, "batch of keys and values", "the queries'", queries.batch(), keys.batch(), here);
     require_own(where, "rank of k", k.rank(), keys.ranks(), q.rank(), queries.ranks(), here);
-    require(k.memory() == q.memory(), where, "memory of k", "that of q, in its stream", "another", here);
+    require_in_memory(where, "k", k, q.memory(), "that of q", here);
     return {queries.heads(q.rank(), heads.query_heads), keys.heads(q.rank(), heads.key_heads),
             heads.query_heads / heads.key_heads, heads.dim, heads.on_tensor_cores};
 }
@@ -68,8 +68,7 @@ template <class T, class A, any_sharding S, any_memory M>
 void require_there(char const* where, char const* what, sharded<T, S, M> const& x, sharded<A, S, M> const& other,
                    char const* whose, caller here) {
     require_place(where, what, x, other, whose, here);
-    if (!(x.memory() == other.memory()))
-        throw error(where, std::string("memory of ") + what, std::string(whose) + ", in its stream", "another", here);
+    require_in_memory(where, what, x, other.memory(), whose, here);
 }
 /// The same, and unless it has all rows, of `width` columns.
 template <class T, class A, any_sharding S, any_memory M>

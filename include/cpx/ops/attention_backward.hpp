@@ -50,10 +50,10 @@ private:
 /// Throws unless all that is known of the queries fits the heads that the rank holds.
 template <class T, any_sharding Q, any_memory M>
 void require_queries(char const* where, attention_queries<T, Q, M> const& from, attended_heads const& at, caller here) {
-    char const *const others = "dout, lse and delta", *const whose = "that of q";
-    require_there(where, others, from.dout, from.q, whose, here);
-    require_there(where, others, from.lse, from.q, whose, here);
-    require_there(where, others, from.delta, from.q, whose, here);
+    char const* const whose = "that of q";
+    require_there(where, "dout", from.dout, from.q, whose, here);
+    require_there(where, "lse", from.lse, from.q, whose, here);
+    require_there(where, "delta", from.delta, from.q, whose, here);
     index_t const held = from.q.sharding().rows(from.q.rank());
     require_shape(where, "q", from.q.data(), held, at.query_width(), here);
     require_shape(where, "dout", from.dout.data(), held, at.query_width(), here);
@@ -234,9 +234,10 @@ void attend_backward_keys(attention_queries<T, Q, M> const& from, sharded<T cons
     K const& sharding = k.sharding();
     int const rank = k.rank();
     index_t const held = sharding.rows(rank);
-    for (auto const* x : {&dk, &dv}) require_beside(where, "dk and dv", *x, k, "that of k", at.key_width(), here);
-    require_there(where, "v", v, k, "that of k", here);
-    for (auto const* x : {&k, &v}) require_shape(where, "k and v", x->data(), held, at.key_width(), here);
+    require_beside(where, "dk", dk, k, "that of k", at.key_width(), here);
+    require_beside(where, "dv", dv, k, "that of k", at.key_width(), here);
+    require_beside(where, "v", v, k, "that of k", at.key_width(), here);
+    require_shape(where, "k", k.data(), held, at.key_width(), here);
     require(at.queries == sharding.heads(rank, heads.query_heads), where, "query heads on this rank",
             "those of the keys' sharding", "others", here);
     require_apart(where, {{"dk", dk.data()}, {"dv", dv.data()}}, {{"k", k.data()}, {"v", v.data()}}, here);

@@ -100,8 +100,7 @@ private:
         require(S::every_row == whole_ && s.heads(rank_, heads_.key_heads) == keys_, where, "sharding of k",
                 whole_ ? "every token, of the heads of this cache" : "one by tokens", "another", here);
         detail::require_shape(where, "k", k.data(), s.rows(rank_), width, here);
-        require(k.memory() == kept_.memory(), where, "memory of k", "that of this cache, in its stream", "another",
-                here);
+        detail::require_in_memory(where, "k", k, kept_.memory(), "that of this cache", here);
         detail::require_there(where, "v", v, k, "that of k", here);
         detail::require_shape(where, "v", v.data(), s.rows(rank_), width, here);
         std::vector<detail::appended_rows> list;
@@ -259,8 +258,7 @@ private:
              sharded<T, Q, M> const& o, Comm& comm, caller here) const {
         detail::require_place(where, "q", q, queries_, rank_, "that of this plan", here);
         detail::require_there(where, "o", o, q, "that of q", here);
-        require(q.memory() == cache.kept_.memory(), where, "memory of q", "that of the cache, in its stream", "another",
-                here);
+        detail::require_in_memory(where, "q", q, cache.kept_.memory(), "that of the cache", here);
         detail::require_own(where, "rank of the cache", cache.rank_, cache.ranks_, rank_, queries_.ranks(), here);
         detail::require_batch(where, "batch of q", "that appended last", cache.last_, queries_.batch(), here);
         attention_heads const& heads = cache.heads_;

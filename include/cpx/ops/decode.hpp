@@ -30,6 +30,10 @@ detail::refused sequence_ends(X const&) {
                                     "returns");
     return {};
 }
+template <class X>
+detail::refused sequence_ends(X const&, detail::any, detail::any = {}) {
+    return sequence_ends(detail::any());
+}
 
 /// Owns the states of one gated delta net layer on one rank, zeros at first: those of sequences that have not begun.
 template <class T, any_memory M = host_memory>

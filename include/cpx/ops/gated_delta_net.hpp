@@ -215,12 +215,21 @@ private:
     };
     struct nothing {};
 
+    /// Throws unless a tensor of hidden states is where the layer runs, in `memory`.
+    template <class T, any_memory M>
+    void check_rows(char const* where, char const* name, sharded<T const, S, M> const& x, M const& memory,
+                    caller here) const {
+        detail::require_place(where, name, x, sharding(), rank(), "the layer's", here);
+        detail::require_in_memory(where, name, x, memory, "the communicator's", here);
+        detail::require_shape(where, name, x.data(), sharding().rows(rank()), config().hidden, here);
+    }
+
     template <class T, class M, class By>
     void forward(gated_delta_net_weights<T> const& w, sharded<T const, S, M> const& x, sharded<T, S, M> const& y,
                  By&& by, gated_delta_net_memory<T, S, Mix, M> const& memory, caller here) const {
         char const* const where = "gated_delta_net";
-        detail::require_place(where, "x", x, sharding(), rank(), "the layer's", here);
-        detail::require_place(where, "y", y, sharding(), rank(), "the layer's", here);
+        check_rows<T, M>(where, "x", x, rank_memory(by.comm), here);
+        check_rows<T, M>(where, "y", y, rank_memory(by.comm), here);
         check(where, w, here);
         check(where, memory.state, here);
         index_t const heads = config().heads.value_heads, v = heads * config().heads.value_dim;
@@ -228,8 +237,6 @@ private:
         rows<T const> const in = x.data();
         tensor<T, S, M> projected(sharding(), rank(), qkv + 2 * heads, x.memory(), here),
             z(sharding(), rank(), v, x.memory(), here), o(sharding(), rank(), v, x.memory(), here);
-        detail::require_shape(where, "x", in, z.data().count(), config().hidden, here);
-        detail::require_shape(where, "y", y.data(), z.data().count(), config().hidden, here);
         detail::operand const conv("conv state", memory.state.conv),
             recurrent("recurrent state", memory.state.recurrent);
         detail::require_apart(where, std::array{detail::operand("y", y.data()), conv, recurrent}, operands(w), here);
@@ -240,8 +247,6 @@ private:
         require(!saved || !goes_on, where, "memory",
                 "states to go on from, or tensors to be saved: there is no backward of a batch that goes on", "both",
                 here);
-        require(x.memory() == rank_memory(by.comm) && y.memory() == x.memory(), where, "memory of x and y",
-                "the communicator's, in its stream", "another", here);
         auto given = operands(w);
         given.insert(given.end(), {{"x", in}, {"y", y.data()}, conv, recurrent});
         mixer_.check(where, x.memory(), false, given, here);

@@ -29,13 +29,10 @@ struct gated_delta_net_backward_pass {
                       Saved const& saved, sharded<T const, S, M> const& dy,
                       gated_delta_net_gradients<T, S, M> const& to, M const& memory, caller here) {
         S const& sharding = net.sharding();
-        sharded<T const, S, M> const given[] = {x, dy, to.dx};
-        for (auto const& tensor : given) {
-            require_place(where, "x, dy and dx", tensor, sharding, net.rank(), "the layer's", here);
-            require(tensor.memory() == memory, where, "memory of x, dy and dx", "the communicator's, in its stream",
-                    "another", here);
-            require_shape(where, "x, dy and dx", tensor.data(), sharding.rows(net.rank()), net.config().hidden, here);
-        }
+        auto const check_rows = [&](char const* name, sharded<T const, S, M> const& tensor) {
+            net.check_rows(where, name, tensor, memory, here);
+        };
+        check_rows("x", x), check_rows("dy", dy), check_rows("dx", to.dx);
         net.check(where, w, here);
         net.check(where, to.weights, here);
         bool const ran = saved.z && saved.o && saved.projected && saved.mixed && saved.gates;
@@ -65,9 +62,8 @@ struct gated_delta_net_backward_pass {
         weight_sums const sums(sharding, to.order, by.comm, here, where);
         auto const made = [&](index_t width) { return tensor<T, S, M>(sharding, rank, width, memory, here); };
         auto const weight = [&](auto const& in, auto const& d, auto const& dweight) { // += d^T in
-            auto const own = sums.share(d, d.data().width(), here);
-            if (!own.share.empty())
-                by.linear_backward_weight(own.data, in.data, dweight.sub(own.share.first, own.share.size()));
+            sums.linear(
+                in, d, dweight, [&](auto const&... given) { by.linear_backward_weight(given...); }, here);
         };
 
         auto normed = made(v), dnormed = made(v), dz = made(v);

@@ -45,8 +45,8 @@ void check_tensors(char const* where, carry_plan<How, S> const& plan, R const& r
                    std::array<std::string, recurrence_inputs<R>> const& names, char const* output, caller here) {
     state_shape const all = r.states();
     auto const inputs = r.inputs();
-    each_input(x, [&](std::size_t, auto const& input) {
-        require_place(where, "an input", input, plan.sharding, plan.rank, "the plan's", here);
+    each_input(x, [&](std::size_t i, auto const& input) {
+        require_place(where, names[i].c_str(), input, plan.sharding, plan.rank, "the plan's", here);
     });
     require_place(where, output, o, plan.sharding, plan.rank, "the plan's", here);
     index_t const rows_held = plan.segments.empty() ? 0 : plan.segments.back().row + plan.segments.back().count;

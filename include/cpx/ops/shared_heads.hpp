@@ -129,7 +129,7 @@ void sum_readers(S const& sharding, index_t shared, index_t readers, index_t wid
         add_readers(memory, terms.columns(first * width, own.size() * group * width), group, width, sums[i], here);
     }
 }
-template <class X = detail::any>
+template <class T = void, class X = detail::any>
 void sum_readers(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
                  detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<X>, "cpx: sum_readers<T>(sharding, shared, readers, width, terms, sums, comm) "

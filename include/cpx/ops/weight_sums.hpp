@@ -33,7 +33,7 @@ struct summed_rows {
 /// Every rank ends with its share of each sum, and `sum_over_ranks` of all gradients in one call completes them. Where
 /// every rank holds every row, by heads, sums are in the order of the batch already, over the rank's own columns; then
 /// `add_local_rows` puts them in their places.
-/// What adds rows up is collective; `whole` and `share` are for any memory.
+/// What adds rows up is collective, and for tensors in any memory.
 template <any_sharding S, any_transport Comm>
 class weight_sums {
 public:
@@ -86,37 +86,18 @@ public:
         return all;
     }
 
-    /// Adds `dy^T x` to `dweight`: (columns of dy, columns of x), the gradient of a projection. `x` is from `whole`.
-    template <class T, sharded_like Dy>
-    void linear(summed_rows<T> const& x, Dy const& dy, rows<T> dweight, caller here = caller::here()) const {
+    /// Adds `dy^T x`, the gradient of a projection, to `dweight`: (columns of dy, columns of x), in any memory. `x` is
+    /// from `whole`. `add(dy, x, dweight)` adds the product of the rows and columns that are this rank's, as
+    /// `linear_backward_weight` does; it is not called where there are none.
+    template <class T, any_memory M, sharded_like<M> Dy, class W, class Add>
+        requires std::invocable<Add&, rows<T const>, rows<T const>, rows<W>>
+    void linear(summed_rows<T, M> const& x, Dy const& dy, rows<W> dweight, Add&& add,
+                caller here = caller::here()) const {
         auto const of_y = rows_of(dy, here);
         detail::require_shape("weight_sums::linear", "dweight", dweight, of_y.width(), x.data.width(), here);
         detail::require_apart("weight_sums::linear", {{"dweight", dweight}}, {{"x", x.data}, {"dy", of_y}}, here);
         auto const own = share(dy, of_y.width(), here);
-        if (own.share.empty()) return;
-        linear_backward_weight<T>(own.data, x.data, dweight.sub(own.share.first, own.share.size()), here);
-    }
-
-    /// Adds what `term(row, sums)` adds for every row of this rank to `sums`: the gradients of a norm or a bias.
-    ///
-    /// By row, the terms of a row are added up first, then the rows. `term` is called once a row, rows ascending.
-    template <class T, std::invocable<index_t, std::span<T>> Term>
-    void terms(std::span<T> sums, Term&& term, caller here = caller::here()) const
-        requires transport<Comm>
-    {
-        index_t const count = sharding_.rows(comm_->rank()), width = std::ssize(sums);
-        if (!moves()) {
-            std::vector<T> unheard(speaks() ? 0 : sums.size());
-            for (index_t row = 0; row < count; ++row) term(row, speaks() ? sums : std::span(unheard));
-            return;
-        }
-        tensor<T, S> of_rows(sharding_, comm_->rank(), width, here);
-        for (index_t row = 0; row < count; ++row)
-            term(row, std::span<T>(of_rows.data().row(row), static_cast<std::size_t>(width)));
-        auto const own = share(of_rows, width, here);
-        for (index_t row = 0; row < own.data.count(); ++row)
-            for (index_t column = own.share.first; column < own.share.last; ++column)
-                sums[static_cast<std::size_t>(column)] += own.data(row, column - own.share.first);
+        if (!own.share.empty()) add(own.data, x.data, dweight.sub(own.share.first, own.share.size()));
     }
 
     /// Adds the gradient of an `expert_linear` whose rows are those of `at`, `expert_rows` or an `expert_exchange`, to
@@ -164,16 +145,9 @@ public:
         return unfit<X>();
     }
     template <class X = detail::any>
-    detail::refused linear(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {},
+    detail::refused linear(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
                            detail::any = {}) const {
         return unfit<X>();
-    }
-    template <class X = void>
-    detail::refused terms(detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) const {
-        static_assert(detail::never<X>,
-                      "cpx: weight_sums::terms(sums, term) wants a std::span of elements and a function "
-                      "of a row and such a span, on the host");
-        return {};
     }
     template <class X = void>
     detail::refused experts(detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
@@ -195,8 +169,8 @@ private:
     template <class X>
     static detail::refused unfit() {
         static_assert(detail::never<X>,
-                      "cpx: weight_sums take tensors: whole(x), share(x, columns), linear(whole(x), dy, dweight); view "
-                      "other memory as sharded(rows, sharding, rank)");
+                      "cpx: weight_sums take tensors: whole(x), share(x, columns), linear(whole(x), dy, dweight, add); "
+                      "view other memory as sharded(rows, sharding, rank)");
         return {};
     }
     /// Returns the rows of a tensor that these sums are of.

@@ -23,10 +23,10 @@ std::vector<index_t> traffic(From const& from, To const& to, caller here = calle
     }
     return rows;
 }
-template <class X = detail::any, class Y = detail::any>
-std::vector<index_t> traffic(X const& = {}, Y const& = {}, detail::any = {}) {
-    static_assert(detail::never<X, Y>, "cpx: traffic(from, to) wants two shardings, such as shard(batch, zigzag<4>{}) "
-                                       "returns");
+template <class X = detail::any>
+std::vector<index_t> traffic(X const& = {}, detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<X>, "cpx: traffic(from, to) wants two shardings, such as shard(batch, zigzag<4>{}) "
+                                    "returns");
     return {};
 }
 
@@ -83,11 +83,10 @@ volume lower_bound(From const& from, To const& to, index_t width = 1, caller her
     }
     return bound;
 }
-template <class X = detail::any, class Y = detail::any>
-volume lower_bound(X const& = {}, Y const& = {}, detail::any = {}, detail::any = {}) {
-    static_assert(detail::never<X, Y>,
-                  "cpx: lower_bound(from, to, width) wants two shardings and perhaps the elements of "
-                  "a row");
+template <class X = detail::any>
+volume lower_bound(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<X>, "cpx: lower_bound(from, to, width) wants two shardings and perhaps the elements of "
+                                    "a row");
     return {};
 }
 

@@ -383,11 +383,11 @@ movement<T, relayout_plan<From, To>, Comm> make_movement(From const& from, To co
                                                          Comm& comm, caller here = caller::here()) {
     return {relayout(from, to, comm.rank(), here), width, most, comm, here};
 }
-template <class T = void, class X = detail::any, class Y = detail::any>
-detail::refused make_movement(X const& = {}, Y const& = {}, detail::any = {}, detail::any = {}, detail::any = {},
+template <class T = void, class X = detail::any>
+detail::refused make_movement(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
                               detail::any = {}) {
-    static_assert(detail::never<X, Y>, "cpx: make_movement<T>(from, to, width, capacity, comm) wants two shardings, or "
-                                       "make_movement<T>(plan, width, capacity, comm) a plan, and a cpx::transport");
+    static_assert(detail::never<X>, "cpx: make_movement<T>(from, to, width, capacity, comm) wants two shardings, or "
+                                    "make_movement<T>(plan, width, capacity, comm) a plan, and a cpx::transport");
     return {};
 }
 

@@ -55,8 +55,7 @@ struct keep_newest {
 template <class T, any_sharding S>
 void check_convolution(convolution<T, S, cuda::memory> const& of, cuda::communicator const& comm, caller here) {
     char const* const where = "cuda::causal_conv1d";
-    require(of.x.memory() == comm.memory(), "causal_conv1d", "memory of x", "the communicator's, in its stream",
-            "another", here);
+    require_in_memory("causal_conv1d", "x", of.x, comm.memory(), "the communicator's", here);
     index_t const channels = of.x.data().width();
     require_of(where, "x", of.plan, channels, of.x, comm, here);
     require_of(where, "y", of.plan, channels, of.y, comm, here);
@@ -119,8 +118,7 @@ template <class T, any_sharding S>
 void check_convolution_backward(convolution_backward<T, S, cuda::memory> const& of, cuda::communicator const& comm,
                                 caller here) {
     char const* const where = "cuda::causal_conv1d_backward";
-    require(of.x.memory() == comm.memory(), of.where, "memory of x", "the communicator's, in its stream", "another",
-            here);
+    require_in_memory(of.where, "x", of.x, comm.memory(), "the communicator's", here);
     index_t const channels = of.x.data().width();
     require_of(where, "dy", of.before, channels, of.dy, comm, here);
     require_of(where, "x", of.before, channels, of.x, comm, here);

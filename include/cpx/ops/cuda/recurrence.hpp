@@ -319,8 +319,7 @@ template <class X, std::size_t N>
 void require_there(char const* where, cuda::memory const& memory, X const& tensors,
                    std::array<std::string, N> const& names, caller here) {
     each_input(tensors, [&](std::size_t i, auto const& x) {
-        require(x.memory() == memory, where, ("memory of " + names[i]).c_str(), "the communicator's, in its stream",
-                "another", here);
+        require_in_memory(where, names[i].c_str(), x, memory, "the communicator's", here);
         cuda::detail::require_memory(where, names[i].c_str(), x.data(), here);
     });
 }
