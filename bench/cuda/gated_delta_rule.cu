@@ -7,7 +7,6 @@
 
 #include <cpx/cuda/delta_rule_step.hpp>
 #include <cpx/cuda/gated_delta_rule.hpp>
-#include <cpx/cuda/head_decay_attention.hpp>
 
 #include <cstdio>
 
@@ -51,11 +50,11 @@ double time(bool back, work const& w, bool decays, double rate, gpu::stream cons
     gpu::gated_delta_rule_shape const shape{.key_heads = key_heads, .value_heads = value_heads, .scan = scan};
     gpu::buffer<char> const saved(back && erases ? gpu::gated_delta_rule_saved<element>(shape, tokens, sequences) : 0);
     bool const saves = saved.size() > 0;
-    gpu::buffer<char> const space(
-        std::max({gpu::gated_delta_rule_workspace<element>(shape, tokens, sequences, saves),
-                  gpu::head_decay_attention_workspace<element>(shape, tokens, sequences),
-                  back ? gpu::gated_delta_rule_backward_workspace<element>(shape, tokens, sequences, saves) : 0,
-                  back ? gpu::head_decay_attention_backward_workspace<element>(shape, tokens, sequences) : 0}));
+    gpu::buffer<char> const space(std::max(
+        {gpu::gated_delta_rule_workspace<element>(shape, tokens, sequences, saves),
+         gpu::gated_delta_rule_workspace<element, gpu::erases::no>(shape, tokens, sequences),
+         back ? gpu::gated_delta_rule_backward_workspace<element>(shape, tokens, sequences, saves) : 0,
+         back ? gpu::gated_delta_rule_backward_workspace<element, gpu::erases::no>(shape, tokens, sequences) : 0}));
     auto const all = [](auto const& b) { return std::span(b.data(), static_cast<std::size_t>(b.size())); };
     auto path = gpu::delta_rule_path::plain;
     auto const run = [&](bool back) {
@@ -75,9 +74,10 @@ double time(bool back, work const& w, bool decays, double rate, gpu::stream cons
         rows<float> const of_g(dg.data(), tokens, value_heads), of_beta(dbeta.data(), tokens, value_heads);
         if (!erases) {
             gpu::gated_delta_rule_input<element> const decaying{in.q, in.k, in.v, in.g, {}, in.offsets};
-            path = !back ? gpu::head_decay_attention<element>(shape, decaying, values, all(last), all(space), stream)
-                         : gpu::head_decay_attention_backward<element>(shape, decaying, of_o, all(last),
-                                                                       {of_q, of_k, values, of_g}, all(space), stream);
+            path = !back ? gpu::gated_delta_rule<element, gpu::erases::no>(shape, decaying, values, all(last),
+                                                                           all(space), stream)
+                         : gpu::gated_delta_rule_backward<element, gpu::erases::no>(
+                               shape, decaying, of_o, all(last), {of_q, of_k, values, of_g}, all(space), stream);
             return;
         }
         path = !back ? gpu::gated_delta_rule<element>(shape, in, values, all(last), all(space), stream)

@@ -100,7 +100,7 @@ __device__ __forceinline__ void fold_half(delta_walk const& in, delta_steps cons
             erase_and_write(memory, r.at, x, f, v, s, [] {});
         } else {
             whole *= fading;
-            write_tokens<Back>(memory, r.at, in.scale, v, s);
+            write_tokens<Back>(memory.gates[r.at], memory.keys[r.at], in.scale, v, s);
         }
         barrier& read = memory.empty[r.at];
         r.next();

@@ -162,19 +162,6 @@ __device__ __forceinline__ void erase_and_write(Memory& memory, int at, ring<2> 
     arrive_warp(memory.empty[at]);
 }
 
-/// The same where nothing is erased: begins to write V or, Back, what outputs make of the gradient of the state.
-template <bool Back, class Memory>
-__device__ __forceinline__ void write_tokens(Memory& memory, int at, float by, std::uint32_t const (&v)[16],
-                                             half_state& s) {
-    std::uint32_t y[16];
-    delta_gates const& gates = memory.gates[at];
-    scale_tokens(v, Back ? gates.decay : gates.onward, Back ? by : 1.0f, y);
-    keep(s);
-    cute::warpgroup_arrive();
-    multiply_down(s, y, memory.keys[at], true);
-    cute::warpgroup_commit_batch();
-}
-
 /// A sequence and value head along which a block walks.
 struct walked_head {
     delta_sequence sequence;
@@ -311,7 +298,7 @@ __device__ __forceinline__ void carry_along(delta_walk const& in, state_memory<H
         if constexpr (Erases) {
             erase_and_write(memory, r.at, x, f, v, s, leave_trace);
         } else {
-            write_tokens<Back>(memory, r.at, in.scale, v, s);
+            write_tokens<Back>(memory.gates[r.at], memory.keys[r.at], in.scale, v, s);
             leave_trace();
         }
         barrier& read = memory.empty[r.at];

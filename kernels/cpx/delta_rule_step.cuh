@@ -81,6 +81,18 @@ __device__ __forceinline__ void scale(half_state& s, float by) {
     for (int i = 0; i < 64; ++i) s[i] *= by;
 }
 
+/// Begins the products by which a state takes in V where nothing is erased or, Back, its gradient dO times `by`.
+template <bool Back>
+__device__ __forceinline__ void write_tokens(delta_gates const& gates, char const* keys, float by,
+                                             std::uint32_t const (&v)[16], half_state& s) {
+    std::uint32_t y[16];
+    scale_tokens(v, Back ? gates.decay : gates.onward, Back ? by : 1.0f, y);
+    keep(s);
+    cute::warpgroup_arrive();
+    multiply_down(s, y, keys, true);
+    cute::warpgroup_commit_batch();
+}
+
 /// Calls `f(word, value channel, key channel)` for every word of a thread's half state.
 template <class F>
 __device__ __forceinline__ void for_each_word(F&& f) {

@@ -6039,8 +6039,8 @@ std::vector<lane_plan> edge_lanes(halo_plan<S> const& p) {
 }
 
 /// Returns the rows before each segment of a plan of such rows, (segments, reach): those of the halo are numbered after
-/// the rank's own. -1: none; or, of sequences that go on, the rows of their states, which are numbered after the halo's:
-/// the newest reach + 1 rows of each, in token order.
+/// the rank's own. -1: none; or, of sequences that go on, rows of their states, numbered after the halo's: the newest
+/// reach + 1 rows of each, in token order.
 template <any_sharding S>
 std::vector<index_t> rows_before(halo_plan<S> const& p, bool go_on) {
     auto list = rows_beside(p, [&](index_t row, bool halo) { return row + (halo ? p.source_rows : 0); });

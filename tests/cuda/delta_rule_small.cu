@@ -4,7 +4,6 @@
 #include <cpx/cuda/delta_rule_fold.hpp>
 #include <cpx/cuda/delta_rule_step.hpp>
 #include <cpx/cuda/gated_delta_rule.hpp>
-#include <cpx/cuda/head_decay_attention.hpp>
 
 #include "gpus.hpp"
 #include "packed_heads.hpp"
@@ -35,8 +34,10 @@ public:
             r.path = gpu::gated_delta_rule<element>(shape, input(true), to, all(last), all(space), stream_);
             stream_.synchronize();
         } else {
-            buffer<char> const space(gpu::head_decay_attention_workspace<element>(shape, tokens, sequences));
-            r.path = gpu::head_decay_attention<element>(shape, input(), to, all(last), all(space), stream_);
+            buffer<char> const space(
+                gpu::gated_delta_rule_workspace<element, gpu::erases::no>(shape, tokens, sequences));
+            r.path =
+                gpu::gated_delta_rule<element, gpu::erases::no>(shape, input(), to, all(last), all(space), stream_);
             stream_.synchronize();
         }
         r.o = widen(o.read()), r.last = widen(last.read());
@@ -64,9 +65,10 @@ public:
             stream_.synchronize();
             r.dbeta = widen(dbeta.read());
         } else {
-            buffer<char> const space(gpu::head_decay_attention_backward_workspace<element>(shape, tokens, sequences));
-            gpu::head_decay_attention_backward<element>(shape, input(), of_o, all(dlast_),
-                                                        {of_q, of_k, of_v, of_g, {}, all(dstate)}, all(space), stream_);
+            buffer<char> const space(
+                gpu::gated_delta_rule_backward_workspace<element, gpu::erases::no>(shape, tokens, sequences));
+            gpu::gated_delta_rule_backward<element, gpu::erases::no>(
+                shape, input(), of_o, all(dlast_), {of_q, of_k, of_v, of_g, {}, all(dstate)}, all(space), stream_);
             stream_.synchronize();
         }
         r.dq = widen(dq.read()), r.dk = widen(dk.read()), r.dv = widen(dv.read());
@@ -81,17 +83,11 @@ public:
         rows<element const> const of_o(dout_.data(), tokens, p_.values());
         auto in = input();
         in.state = {};
-        if constexpr (Erases) {
-            buffer<char> const space(gpu::gated_delta_rule_fold_workspace<element>(shape, tokens, sequences));
-            gpu::gated_delta_rule_fold<element>(shape, in, all(maps), all(ends), all(space), stream_);
-            gpu::gated_delta_rule_backward_fold<element>(shape, in, of_o, all(back), all(space), stream_);
-            stream_.synchronize();
-        } else {
-            buffer<char> const space(gpu::head_decay_attention_fold_workspace<element>(shape, tokens, sequences));
-            gpu::head_decay_attention_fold<element>(shape, in, all(maps), all(ends), all(space), stream_);
-            gpu::head_decay_attention_backward_fold<element>(shape, in, of_o, all(back), all(space), stream_);
-            stream_.synchronize();
-        }
+        constexpr auto of = Erases ? gpu::erases::yes : gpu::erases::no;
+        buffer<char> const space(gpu::gated_delta_rule_fold_workspace<element, of>(shape, tokens, sequences));
+        gpu::gated_delta_rule_fold<element, of>(shape, in, all(maps), all(ends), all(space), stream_);
+        gpu::gated_delta_rule_backward_fold<element, of>(shape, in, of_o, all(back), all(space), stream_);
+        stream_.synchronize();
         return {widen(maps.read()), widen(ends.read()), widen(back.read())};
     }
 

@@ -60,7 +60,8 @@ numbers on_gpu(problem const& p, bool erases, buffer<float> const& states, std::
     if (erases)
         gpu::gated_delta_rule_step<T>(p.shape, in, out, all(states), stream);
     else
-        gpu::head_decay_attention_step<T>(p.shape, {in.q, in.k, in.v, in.g, {}, in.slots}, out, all(states), stream);
+        gpu::gated_delta_rule_step<T, gpu::erases::no>(p.shape, {in.q, in.k, in.v, in.g, {}, in.slots}, out,
+                                                       all(states), stream);
     return widen(o.read());
 }
 
@@ -130,7 +131,7 @@ TEST_SUITE("cuda") {
         buffer<float> const states = upload<float>(p.state), few = upload<float>(numbers(5));
         rejects({"delta_rule_step.cu", "cuda::gated_delta_rule_step: size of states: expected 384, got 5"},
                 [&] { on_gpu<float>(p, true, few, {}); });
-        rejects({"cuda::head_decay_attention_step: size of states"}, [&] { on_gpu<float>(p, false, few, {0, 0, 0}); });
+        rejects({"cuda::gated_delta_rule_step: size of states"}, [&] { on_gpu<float>(p, false, few, {0, 0, 0}); });
         rejects({"size of slots: expected 3, got 2"}, [&] { on_gpu<float>(p, true, states, {0, 1}); });
         auto other = p;
         other.shape.key_dim = 7;

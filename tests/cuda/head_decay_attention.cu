@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <cpx/cuda/head_decay_attention.hpp>
+#include <cpx/cuda/delta_rule_fold.hpp>
+#include <cpx/cuda/gated_delta_rule.hpp>
 
 #include <cpx/ops/local/linear_attention.hpp>
 
@@ -64,24 +65,26 @@ results on_gpu(problem const& p, bool backward) {
     index_t const tokens = p.tokens();
     auto const o = poisoned<T>(p.v.size());
     auto const last = poisoned<float>(p.state.size());
-    auto const space = room(gpu::head_decay_attention_workspace<T>(p.shape, tokens, p.sequences()));
+    auto const space = room(gpu::gated_delta_rule_workspace<T, gpu::erases::no>(p.shape, tokens, p.sequences()));
     results r;
-    r.path =
-        gpu::head_decay_attention<T>(p.shape, in, rows<T>(o.data(), tokens, p.values()), all(last), all(space), stream);
+    r.path = gpu::gated_delta_rule<T, gpu::erases::no>(p.shape, in, rows<T>(o.data(), tokens, p.values()), all(last),
+                                                       all(space), stream);
     r.o = widen(o.read());
     r.last = widen(last.read());
     if (!backward) return r;
     auto const dq = poisoned<T>(p.q.size()), dk = poisoned<T>(p.q.size()), dv = poisoned<T>(p.v.size());
     auto const dg = poisoned<float>(p.g.size()), dstate = poisoned<float>(p.state.size());
-    auto const more = room(gpu::head_decay_attention_backward_workspace<T>(p.shape, tokens, p.sequences()));
-    auto const path = gpu::head_decay_attention_backward<T>(p.shape, in, there.gradients(), all(there.dlast),
-                                                            {{dq.data(), tokens, p.keys()},
-                                                             {dk.data(), tokens, p.keys()},
-                                                             {dv.data(), tokens, p.values()},
-                                                             {dg.data(), tokens, p.shape.value_heads},
-                                                             {},
-                                                             all(dstate)},
-                                                            all(more), stream);
+    auto const more =
+        room(gpu::gated_delta_rule_backward_workspace<T, gpu::erases::no>(p.shape, tokens, p.sequences()));
+    auto const path =
+        gpu::gated_delta_rule_backward<T, gpu::erases::no>(p.shape, in, there.gradients(), all(there.dlast),
+                                                           {{dq.data(), tokens, p.keys()},
+                                                            {dk.data(), tokens, p.keys()},
+                                                            {dv.data(), tokens, p.values()},
+                                                            {dg.data(), tokens, p.shape.value_heads},
+                                                            {},
+                                                            all(dstate)},
+                                                           all(more), stream);
     CHECK(path == r.path);
     r.dq = widen(dq.read());
     r.dk = widen(dk.read());
@@ -223,11 +226,12 @@ TEST_SUITE("cuda") {
         device_problem<T> const there{p};
         auto const maps = poisoned<float>(4 * heads), ends = poisoned<float>(4 * heads * size),
                    back = poisoned<float>(4 * heads * size);
-        auto const space = room(gpu::head_decay_attention_fold_workspace<T>(p.shape, 500, 4));
+        auto const space = room(gpu::gated_delta_rule_fold_workspace<T, gpu::erases::no>(p.shape, 500, 4));
         auto in = there.decaying();
         in.state = {};
-        gpu::head_decay_attention_fold<T>(p.shape, in, all(maps), all(ends), all(space), stream);
-        gpu::head_decay_attention_backward_fold<T>(p.shape, in, there.gradients(), all(back), all(space), stream);
+        gpu::gated_delta_rule_fold<T, gpu::erases::no>(p.shape, in, all(maps), all(ends), all(space), stream);
+        gpu::gated_delta_rule_backward_fold<T, gpu::erases::no>(p.shape, in, there.gradients(), all(back), all(space),
+                                                                stream);
         auto const m = widen(maps.read()), e = widen(ends.read()), d = widen(back.read());
         numbers state = p.state, dstate = p.dlast;
         for (index_t step = 0; step < 4 * heads; ++step) {
@@ -252,7 +256,7 @@ TEST_SUITE("cuda") {
             return other;
         };
         using support::rejects;
-        rejects({"cuda::head_decay_attention: value heads", "a multiple of the key heads, 2"},
+        rejects({"cuda::gated_delta_rule: value heads", "a multiple of the key heads, 2"},
                 [&] { on_gpu<float>(changed([](problem& o) { o.shape.key_heads = 2; }), false); });
         rejects({"key_dim", "from 1 to 256", "512"},
                 [&] { on_gpu<float>(changed([](problem& o) { o.shape.key_dim = 512; }), false); });
@@ -260,24 +264,25 @@ TEST_SUITE("cuda") {
         device_problem<float> const there{p};
         buffer<float> const o(80), dk(80), dv(80), dg(10);
         rows<float> const to(o.data(), 10, 8);
-        auto const space = room(gpu::head_decay_attention_backward_workspace<float>(p.shape, 10, 1));
+        auto const space = room(gpu::gated_delta_rule_backward_workspace<float, gpu::erases::no>(p.shape, 10, 1));
         rejects({"bytes of workspace", "at least"},
-                [&] { gpu::head_decay_attention<float>(p.shape, there.decaying(), to, {}, {}, nullptr); });
-        rejects({"head_decay_attention.cu", "cuda::head_decay_attention: overlap of o and v"}, [&] {
-            gpu::head_decay_attention<float>(p.shape, there.decaying(), rows<float>(there.v.data(), 10, 8), {},
-                                             all(space), nullptr);
+                [&] { gpu::gated_delta_rule<float, gpu::erases::no>(p.shape, there.decaying(), to, {}, {}, nullptr); });
+        rejects({"head_decay_attention.cu", "cuda::gated_delta_rule: overlap of o and v"}, [&] {
+            gpu::gated_delta_rule<float, gpu::erases::no>(p.shape, there.decaying(), rows<float>(there.v.data(), 10, 8),
+                                                          {}, all(space), nullptr);
         });
-        rejects({"cuda::head_decay_attention_backward: overlap of dq and dk"}, [&] {
-            gpu::head_decay_attention_backward<float>(p.shape, there.decaying(), there.gradients(), {},
-                                                      {to, to, {dv.data(), 10, 8}, {dg.data(), 10, 1}}, all(space),
-                                                      nullptr);
+        rejects({"cuda::gated_delta_rule_backward: overlap of dq and dk"}, [&] {
+            gpu::gated_delta_rule_backward<float, gpu::erases::no>(p.shape, there.decaying(), there.gradients(), {},
+                                                                   {to, to, {dv.data(), 10, 8}, {dg.data(), 10, 1}},
+                                                                   all(space), nullptr);
         });
         auto erasing = there.decaying();
         erasing.beta = erasing.g;
-        rejects({"cuda::head_decay_attention: beta: expected none, for nothing is erased"},
-                [&] { gpu::head_decay_attention<float>(p.shape, erasing, to, {}, all(space), nullptr); });
-        rejects({"cuda::head_decay_attention_fold: size of maps: expected 1"}, [&] {
-            gpu::head_decay_attention_fold<float>(p.shape, there.decaying(), all(dv), all(dk), all(space), nullptr);
+        rejects({"cuda::gated_delta_rule: beta: expected none, for nothing is erased"},
+                [&] { gpu::gated_delta_rule<float, gpu::erases::no>(p.shape, erasing, to, {}, all(space), nullptr); });
+        rejects({"cuda::gated_delta_rule_fold: size of maps: expected 1"}, [&] {
+            gpu::gated_delta_rule_fold<float, gpu::erases::no>(p.shape, there.decaying(), all(dv), all(dk), all(space),
+                                                               nullptr);
         });
     }
 }

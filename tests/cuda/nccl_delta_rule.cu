@@ -413,6 +413,7 @@ TEST_SUITE("cuda") {
             refused("sharding of k: expected the plan's, got another", {q, elsewhere, v, g, beta, o});
             refused("memory of v: expected the communicator's", {q, k, later, g, beta, o});
             refused("overlap of o and v", {q, k, v, g, beta, v});
+            refused("overlap of o and q", {q, k, v, g, beta, q});
             refused("shape of initial: expected (3, 256)", {q, k, v, g, beta, o, rows(states.data(), 4, 256)});
             refused("shape of final: expected (3, 256)", {q, k, v, g, beta, o, {}, rows(states.data(), 3, 128)});
             refused("final: expected memory of the current device",
@@ -437,6 +438,16 @@ TEST_SUITE("cuda") {
             rejects({"nccl_delta_rule.cu", "ranks disagree on scale", "0.25 (rank 0), 1 (rank 1)"}, [&] {
                 cpx::gated_delta_rule(plan, tensors{q, k, v, g, beta, written}, {1, 2, 16, 8},
                                       {.scale = rank == 0 ? 0 : 1.0}, comm);
+            });
+            auto dk = tensor(sharding, 16, stream), dv = tensor(sharding, 16, stream), dg = tensor(sharding, 2, stream),
+                 dbeta = tensor(sharding, 2, stream);
+            meet();
+            tensors const run{q, k, v, g, beta, written, {}, {}, &saved};
+            cpx::gated_delta_rule(plan, run, {1, 2, 16, 8}, {}, comm);
+            // q is normalised in a copy, but read again when dq has been written
+            rejects({"nccl_delta_rule.cu", "gated_delta_rule_backward: overlap of dq and q"}, [&] {
+                cpx::delta_rule_gradient_tensors<float, by_tokens, M> const over{v, q, dk, dv, dg, dbeta};
+                cpx::gated_delta_rule_backward(plan, run, over, {1, 2, 16, 8}, {}, comm);
             });
             meet();
             {

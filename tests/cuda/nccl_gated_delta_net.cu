@@ -170,8 +170,8 @@ results on_gpus(group& gpus, layer<float> const& p, floats const& dy, S const& s
 /// Whole lengths are those of a prompt and as many tokens more.
 constexpr index_t decoded_tokens = 6;
 
-/// Computes y of whole sequences: of the prompts at once, on `sharding`, then of a token of each at a time, on the ranks
-/// where the prompts end. `make(sharding, rank)` returns the layer, whose states stay where they are.
+/// Computes y of whole sequences: of the prompts at once, on `sharding`, then of a token of each at a time, on the
+/// ranks where the prompts end. `make(sharding, rank)` returns the layer, whose states stay where they are.
 template <class S, class Make>
 floats decode_on_gpus(group& gpus, layer<float> const& p, S const& sharding, Make const& make) {
     floats whole(p.x.size(), NAN);

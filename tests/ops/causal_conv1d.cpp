@@ -34,8 +34,8 @@ std::vector<conv<T>> problems() {
     return list;
 }
 
-/// Returns how many rows of `rows_before` and `newest_rows` are not those of their tokens, and counts sequences that end.
-/// A row is told by its sequence and token, also where it stands in the states or comes from another rank.
+/// Returns how many rows of `rows_before` and `newest_rows` are not those of their tokens, and counts sequences that
+/// end. A row is told by its sequence and token, also where it stands in the states or comes from another rank.
 index_t strange_rows(by_tokens const& sharding, index_t reach, cpx::threads& comm, std::atomic<index_t>& ended) {
     auto const p = cpx::halo(sharding, comm.rank(), reach);
     cpx::thd const& batch = sharding.batch();

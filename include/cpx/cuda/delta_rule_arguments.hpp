@@ -22,6 +22,10 @@ namespace cpx::cuda {
 /// How a gated delta rule is run: token by token, which every GPU and size has, or chunk by chunk on tensor cores.
 enum class delta_rule_path { plain, tensor_cores };
 
+/// Whether a token erases what the state has of its key, as in the gated delta rule. Where none does, what is left is a
+/// decay a head (Mamba-2, lightning attention), of the same kernels: the host's `cpx::head_decay_attention`.
+enum class erases { no, yes };
+
 /// The sizes of a gated delta rule or of a decay a head, and how it is run.
 struct gated_delta_rule_shape {
     index_t key_heads = 1, value_heads = 1; ///< a multiple of the key heads: value head h reads key head h / group
@@ -37,8 +41,8 @@ struct gated_delta_rule_shape {
 };
 
 /// What the gated delta rule reads, in device memory. Rows: (tokens, heads * dim), q and k normalised, or (tokens,
-/// value heads) for g (log decay, never positive) and beta. Any strides. Of a decay a head, `head_decay_attention`: q
-/// and k of any norm, neither beta nor `saved`.
+/// value heads) for g (log decay, never positive) and beta. Any strides. Of a decay a head, `erases::no`: q and k of
+/// any norm, neither beta nor `saved`.
 template <class T>
 struct gated_delta_rule_input {
     rows<T const> q, k, v;

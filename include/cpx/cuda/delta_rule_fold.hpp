@@ -1,34 +1,68 @@
 // SPDX-License-Identifier: Apache-2.0
-// What segments of the gated delta rule do to the state that reaches them, in device memory: S -> M S + E.
+// What segments of the gated delta rule, or of a decay a head, do to the state that reaches them, in device memory:
+// S -> M S + E.
 #pragma once
 
-#include <cpx/cuda/delta_rule_fold_calls.hpp>
+#include <cpx/cuda/delta_rule_hopper.hpp>
+#include <cpx/cuda/delta_rule_launch.hpp>
+
+#include <cpx/delta_rule_fold.cuh>
 
 namespace cpx::cuda {
 
 /// Returns the bytes of workspace that `gated_delta_rule_fold` and its backward want.
-template <gpu_number T>
+template <gpu_number T, erases Of = erases::yes>
 index_t gated_delta_rule_fold_workspace(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences) {
-    return detail::delta_fold_space<true, T>(shape, tokens, sequences).bytes;
+    return detail::delta_fold_space<Of == erases::yes, T>(shape, tokens, sequences).bytes;
 }
 
 /// Computes the step S -> M S + E that every sequence, here a segment of one, makes of the state before it.
 ///
-/// `in` as in `gated_delta_rule`; its q and state are not read. maps: (sequences, value heads, Dk, Dk), the M; ends:
-/// (sequences, value heads, Dk, Dv), the E; both written, M the identity and E zeros for no tokens. workspace: device
-/// memory at a multiple of 256 bytes. No result overlaps anything else. Can be captured.
+/// `in` as in `gated_delta_rule`; its q and state are not read. maps: (sequences, value heads, Dk, Dk), the M, or of
+/// `erases::no` (sequences, value heads), the products of decays; ends: (sequences, value heads, Dk, Dv), the E; both
+/// written, M the identity and E zeros for no tokens. workspace: device memory at a multiple of 256 bytes. No result
+/// overlaps anything else. Can be captured.
 ///
 /// Returns the path it took, as `gated_delta_rule` does. On tensor cores the columns of M and E are states like any
 /// other, with operands of bfloat16: within rounding of the state that `gated_delta_rule` hands on.
 ///
 /// Throws `cpx::error` on shapes that do not fit and memory of another device, before anything is launched.
-template <gpu_number T>
+template <gpu_number T, erases Of = erases::yes>
 delta_rule_path gated_delta_rule_fold(gated_delta_rule_shape const& shape,
                                       std::type_identity_t<gated_delta_rule_input<T>> const& in, std::span<float> maps,
                                       std::span<float> ends, std::span<char> workspace, cudaStream_t stream,
                                       caller here = caller::here()) {
-    return detail::run_delta_rule_fold<true>("cuda::gated_delta_rule_fold", shape, in, maps, ends, workspace, stream,
-                                             here);
+    using namespace detail;
+    constexpr bool Erases = Of == erases::yes;
+    char const* const where = "cuda::gated_delta_rule_fold";
+    require_delta_input<Erases>(where, shape, in, here);
+    index_t const tokens = in.k.count(), sequences = std::ssize(in.offsets) - 1;
+    auto const require_all = [&](char const* what, std::span<float> states, index_t elements) {
+        index_t const wanted = sequences * shape.value_heads * elements;
+        require(std::ssize(states) == wanted, where, what, wanted, states.size(), here);
+        require_memory(where, what, states, here);
+    };
+    require_all("size of maps", maps, Erases ? shape.key_dim * shape.key_dim : 1);
+    require_all("size of ends", ends, shape.key_dim * shape.value_dim);
+    auto const space = delta_fold_space<Erases, T>(shape, tokens, sequences);
+    require_workspace(where, space.bytes, workspace, here);
+    require_delta_apart(where, in, {{"maps", maps}, {"ends", ends}, {"workspace", workspace}}, {}, here);
+    if (sequences == 0) return delta_rule_path::plain;
+    if constexpr (std::same_as<T, __nv_bfloat16>)
+        if (space.hopper && row_vector(in.k, in.v) == 16) {
+            launch_delta_hopper_fold<Erases>(shape, in, maps, ends, space, workspace.data(), stream, here);
+            return delta_rule_path::tensor_cores;
+        }
+    launch_delta_plan(shape, in, space, workspace.data(), stream, here);
+    with_lane_columns(shape.key_dim, [&](auto channels) {
+        auto grid = delta_plain_grid(shape, space);
+        if constexpr (Erases)
+            grid.x += static_cast<unsigned>(kernels::delta::plain_blocks(static_cast<int>(shape.key_dim)));
+        kernels::delta_rule_plain_fold<T, channels><<<grid, 128, 0, stream>>>(
+            delta_tokens_of(shape, in, Erases, space, workspace.data()), maps.data(), ends.data());
+        check(cudaGetLastError(), "delta_rule_plain_fold", here);
+    });
+    return delta_rule_path::plain;
 }
 
 /// Computes what the outputs of every segment alone make the gradient of the state before it: M^T dS + this is that
@@ -36,13 +70,35 @@ delta_rule_path gated_delta_rule_fold(gated_delta_rule_shape const& shape,
 ///
 /// dout: the gradients of o; `in.v` and `in.state` are not read. dstates: (sequences, value heads, Dk, Dv), written;
 /// the rest as in the fold.
-template <gpu_number T>
+template <gpu_number T, erases Of = erases::yes>
 delta_rule_path gated_delta_rule_backward_fold(gated_delta_rule_shape const& shape,
                                                std::type_identity_t<gated_delta_rule_input<T>> const& in,
                                                rows<T const> dout, std::span<float> dstates, std::span<char> workspace,
                                                cudaStream_t stream, caller here = caller::here()) {
-    return detail::run_delta_rule_backward_fold<true>("cuda::gated_delta_rule_backward_fold", shape, in, dout, dstates,
-                                                      workspace, stream, here);
+    using namespace detail;
+    constexpr bool Erases = Of == erases::yes;
+    char const* const where = "cuda::gated_delta_rule_backward_fold";
+    require_delta_input<Erases>(where, shape, in, here);
+    index_t const tokens = in.k.count(), sequences = std::ssize(in.offsets) - 1;
+    require_rows(where, "dout", dout, tokens, shape.value_heads * shape.value_dim, here);
+    require(!dstates.empty() || sequences == 0, where, "dstates", "one for each sequence", "none", here);
+    require_states(where, "dstates", shape, in, dstates, here);
+    auto const space = delta_fold_space<Erases, T>(shape, tokens, sequences);
+    require_workspace(where, space.bytes, workspace, here);
+    require_delta_apart(where, in, {{"dstates", dstates}, {"workspace", workspace}}, {{"dout", dout}}, here);
+    if (sequences == 0) return delta_rule_path::plain;
+    if constexpr (std::same_as<T, __nv_bfloat16>)
+        if (space.hopper && row_vector(in.q, in.k, dout) == 16) {
+            launch_delta_hopper_backward_fold<Erases>(shape, in, dout, dstates, space, workspace.data(), stream, here);
+            return delta_rule_path::tensor_cores;
+        }
+    launch_delta_plan(shape, in, space, workspace.data(), stream, here);
+    with_lane_columns(shape.key_dim, [&](auto channels) {
+        kernels::delta_rule_plain_fold_back<T, channels><<<delta_plain_grid(shape, space), 128, 0, stream>>>(
+            delta_tokens_of(shape, in, Erases, space, workspace.data()), delta_view(dout), dstates.data());
+        check(cudaGetLastError(), "delta_rule_plain_fold_back", here);
+    });
+    return delta_rule_path::plain;
 }
 
 } // namespace cpx::cuda

@@ -20,12 +20,24 @@ struct gated_delta_rule_step_input {
                                          ///< output is left alone; empty: row i has state i
 };
 
-namespace detail {
-
-template <bool Erases, class T>
-void run_delta_rule_step(char const* where, gated_delta_rule_shape const& shape,
-                         gated_delta_rule_step_input<T> const& in, rows<T> o, std::span<float> states,
-                         cudaStream_t stream, caller here) {
+/// Computes a token of every row's sequence, as `gated_delta_rule` does: reads its state, writes the next one in its
+/// place, and the output.
+///
+/// o: (rows, value heads * Dv). states: (states, value heads, Dk, Dv), as many as rows where there are no slots. Of the
+/// shape stretch, scan and path have no effect. One kernel, token by token with float sums, of every size; it moves the
+/// states once there and back, and that is what it takes. The same inputs have the same bits, whatever the other rows.
+/// Can be captured; slots are read on the device.
+///
+/// Throws `cpx::error` on shapes that do not fit and memory of another device, before anything is launched.
+template <gpu_number T, erases Of = erases::yes>
+void gated_delta_rule_step(gated_delta_rule_shape const& shape,
+                           std::type_identity_t<gated_delta_rule_step_input<T>> const& in, rows<T> o,
+                           std::span<float> states, cudaStream_t stream, caller here = caller::here()) {
+    using namespace detail;
+    constexpr bool Erases = Of == erases::yes;
+    char const* const where = "cuda::gated_delta_rule_step";
+    auto const range =
+        Erases ? named_range<"cpx gated_delta_rule_step">() : named_range<"cpx head_decay_attention_step">();
     require_delta_rows<Erases>(where, shape, in, here);
     index_t const count = in.k.count(), width = shape.value_heads * shape.key_dim * shape.value_dim;
     require_rows(where, "o", o, count, shape.value_heads * shape.value_dim, here);
@@ -59,34 +71,6 @@ void run_delta_rule_step(char const* where, gated_delta_rule_shape const& shape,
         launch(std::integral_constant<int, 32>(), std::integral_constant<int, 4>());
     else
         launch(std::integral_constant<int, 16>(), std::integral_constant<int, 4>());
-}
-
-} // namespace detail
-
-/// Computes a token of every row's sequence, as `gated_delta_rule` does: reads its state, writes the next one in its
-/// place, and the output.
-///
-/// o: (rows, value heads * Dv). states: (states, value heads, Dk, Dv), as many as rows where there are no slots. Of the
-/// shape stretch, scan and path have no effect. One kernel, token by token with float sums, of every size; it moves the
-/// states once there and back, and that is what it takes. The same inputs have the same bits, whatever the other rows.
-/// Can be captured; slots are read on the device.
-///
-/// Throws `cpx::error` on shapes that do not fit and memory of another device, before anything is launched.
-template <gpu_number T>
-void gated_delta_rule_step(gated_delta_rule_shape const& shape,
-                           std::type_identity_t<gated_delta_rule_step_input<T>> const& in, rows<T> o,
-                           std::span<float> states, cudaStream_t stream, caller here = caller::here()) {
-    auto const range = named_range<"cpx gated_delta_rule_step">();
-    detail::run_delta_rule_step<true>("cuda::gated_delta_rule_step", shape, in, o, states, stream, here);
-}
-
-/// The same of a decay a head, as `head_decay_attention` has it.
-template <gpu_number T>
-void head_decay_attention_step(gated_delta_rule_shape const& shape,
-                               std::type_identity_t<gated_delta_rule_step_input<T>> const& in, rows<T> o,
-                               std::span<float> states, cudaStream_t stream, caller here = caller::here()) {
-    auto const range = named_range<"cpx head_decay_attention_step">();
-    detail::run_delta_rule_step<false>("cuda::head_decay_attention_step", shape, in, o, states, stream, here);
 }
 
 } // namespace cpx::cuda

@@ -1,25 +1,39 @@
 // SPDX-License-Identifier: Apache-2.0
-// The gated delta rule of packed sequences in device memory, all heads at once.
+// The gated delta rule and a decay a head of packed sequences in device memory, all heads at once.
 #pragma once
 
-#include <cpx/cuda/delta_rule_calls.hpp>
+#include <cpx/cuda/delta_rule_hopper.hpp>
+#include <cpx/cuda/delta_rule_launch.hpp>
 #include <cpx/cuda/nvtx.hpp>
 
 namespace cpx::cuda {
 
+namespace detail {
+
+/// Throws `cpx::error` unless there is room for what is saved, if it is wanted.
+template <class T>
+void require_saved(char const* where, gated_delta_rule_shape const& shape, gated_delta_rule_input<T> const& in,
+                   caller here) {
+    if (in.saved.empty()) return;
+    index_t const bytes = delta_saved_space<T>(shape, delta_saved_tokens(in), std::ssize(in.offsets) - 1).bytes;
+    require_bytes(where, "saved", bytes, in.saved, here);
+}
+
+} // namespace detail
+
 /// Returns the bytes of workspace that a forward wants, of `tokens` rows in `sequences`, whatever the path; `saved`: if
 /// it is given `gated_delta_rule_input::saved`.
-template <gpu_number T>
+template <gpu_number T, erases Of = erases::yes>
 index_t gated_delta_rule_workspace(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences,
                                    bool saved = false) {
-    return detail::delta_forward_space<true, T>(shape, tokens, sequences, saved).bytes;
+    return detail::delta_forward_space<Of == erases::yes, T>(shape, tokens, sequences, saved).bytes;
 }
 
 /// The same of a backward.
-template <gpu_number T>
+template <gpu_number T, erases Of = erases::yes>
 index_t gated_delta_rule_backward_workspace(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences,
                                             bool saved = false) {
-    return detail::delta_backward_space<true, T>(shape, tokens, sequences, saved).bytes;
+    return detail::delta_backward_space<Of == erases::yes, T>(shape, tokens, sequences, saved).bytes;
 }
 
 /// Returns the bytes that a forward may save for the backward, some 125 a token and value head; 0 on the plain path.
@@ -32,6 +46,8 @@ index_t gated_delta_rule_saved(gated_delta_rule_shape const& shape, index_t toke
 ///
 ///     S_t = exp(g_t) (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T,    o_t = scale S_t^T q_t
 ///
+/// and of `erases::no` S_t = exp(g_t) S_{t-1} + k_t v_t^T.
+///
 /// o: (tokens, value heads * Dv). last: (sequences, value heads, Dk, Dv), the states after the sequences, or empty.
 /// workspace: device memory at a multiple of 256 bytes. No result overlaps anything else.
 ///
@@ -41,13 +57,34 @@ index_t gated_delta_rule_saved(gated_delta_rule_shape const& shape, index_t toke
 /// no bit, nor do the other sequences, which may hold NaN.
 ///
 /// Throws `cpx::error` on shapes that do not fit and memory of another device, before anything is launched.
-template <gpu_number T>
+template <gpu_number T, erases Of = erases::yes>
 delta_rule_path gated_delta_rule(gated_delta_rule_shape const& shape,
                                  std::type_identity_t<gated_delta_rule_input<T>> const& in, rows<T> o,
                                  std::span<float> last, std::span<char> workspace, cudaStream_t stream,
                                  caller here = caller::here()) {
-    auto const range = named_range<"cpx gated_delta_rule">();
-    return detail::run_delta_rule<true>("cuda::gated_delta_rule", shape, in, o, last, workspace, stream, here);
+    using namespace detail;
+    constexpr bool Erases = Of == erases::yes;
+    char const* const where = "cuda::gated_delta_rule";
+    auto const range = Erases ? named_range<"cpx gated_delta_rule">() : named_range<"cpx head_decay_attention">();
+    require_delta_input<Erases>(where, shape, in, here);
+    require_rows(where, "o", o, in.k.count(), shape.value_heads * shape.value_dim, here);
+    require_states(where, "last", shape, in, last, here);
+    auto const space =
+        delta_forward_space<Erases, T>(shape, in.k.count(), std::ssize(in.offsets) - 1, !in.saved.empty());
+    require_workspace(where, space.bytes, workspace, here);
+    require_saved(where, shape, in, here);
+    require_delta_apart(where, in, {{"o", o}, {"last", last}, {"workspace", workspace}, {"saved", in.saved}}, {}, here);
+    if (in.offsets.size() == 1) return delta_rule_path::plain;
+    if constexpr (std::same_as<T, __nv_bfloat16>)
+        if (space.hopper && row_vector(in.q, in.k, in.v, o) == 16) {
+            launch_delta_hopper<Erases>(shape, in, o, last, space, workspace.data(), stream, here);
+            return delta_rule_path::tensor_cores;
+        }
+    require(in.saved.empty() || !space.hopper, where, "rows", "at multiples of 16 bytes, or nothing saved", "others",
+            here);
+    launch_delta_plan(shape, in, space, workspace.data(), stream, here);
+    launch_delta_plain(shape, in, Erases, o, last, {}, space, workspace.data(), stream, here);
+    return delta_rule_path::plain;
 }
 
 /// Computes the gradients of `gated_delta_rule`, given those of o and of the last states, `dlast`, or none.
@@ -55,15 +92,50 @@ delta_rule_path gated_delta_rule(gated_delta_rule_shape const& shape,
 /// Nothing is divided by a decay or by beta: g may be minus infinity, beta 0. Nothing is wanted of the forward but its
 /// inputs and, if given, `in.saved`, which changes no bit. Returns the path it took, as `gated_delta_rule` does; where
 /// that could be tensor cores but rows do not begin at multiples of 16 bytes, the path has to be set to `plain`.
-template <gpu_number T>
+template <gpu_number T, erases Of = erases::yes>
 delta_rule_path
 gated_delta_rule_backward(gated_delta_rule_shape const& shape,
                           std::type_identity_t<gated_delta_rule_input<T>> const& in, rows<T const> dout,
                           std::span<float const> dlast, std::type_identity_t<gated_delta_rule_gradients<T>> const& to,
                           std::span<char> workspace, cudaStream_t stream, caller here = caller::here()) {
-    auto const range = named_range<"cpx gated_delta_rule_backward">();
-    return detail::run_delta_rule_backward<true>("cuda::gated_delta_rule_backward", shape, in, dout, dlast, to,
-                                                 workspace, stream, here);
+    using namespace detail;
+    constexpr bool Erases = Of == erases::yes;
+    char const* const where = "cuda::gated_delta_rule_backward";
+    auto const range =
+        Erases ? named_range<"cpx gated_delta_rule_backward">() : named_range<"cpx head_decay_attention_backward">();
+    require_delta_input<Erases>(where, shape, in, here);
+    index_t const tokens = in.k.count(), keys = shape.key_heads * shape.key_dim;
+    index_t const values = shape.value_heads * shape.value_dim;
+    require_rows(where, "dout", dout, tokens, values, here);
+    require_states(where, "dlast", shape, in, dlast, here);
+    require_rows(where, "dq", to.dq, tokens, keys, here);
+    require_rows(where, "dk", to.dk, tokens, keys, here);
+    require_rows(where, "dv", to.dv, tokens, values, here);
+    require_rows(where, "dg", to.dg, tokens, shape.value_heads, here);
+    if constexpr (Erases) require_rows(where, "dbeta", to.dbeta, tokens, shape.value_heads, here);
+    require_states(where, "dstate", shape, in, to.dstate, here);
+    auto const space = delta_backward_space<Erases, T>(shape, tokens, std::ssize(in.offsets) - 1, !in.saved.empty());
+    require_workspace(where, space.bytes, workspace, here);
+    require_saved(where, shape, in, here);
+    require_delta_apart(where, in,
+                        {{"dq", to.dq},
+                         {"dk", to.dk},
+                         {"dv", to.dv},
+                         {"dg", to.dg},
+                         {"dbeta", to.dbeta},
+                         {"dstate", to.dstate},
+                         {"workspace", workspace}},
+                        {{"dout", dout}, {"dlast", dlast}, {"saved", in.saved}}, here);
+    if (in.offsets.size() == 1) return delta_rule_path::plain;
+    if constexpr (std::same_as<T, __nv_bfloat16>)
+        if (space.hopper) {
+            require(row_vector(in.q, in.k, in.v, dout, to.dq, to.dk, to.dv) == 16, where, "rows",
+                    "at multiples of 16 bytes, or shape.path = plain", "others", here);
+            launch_delta_hopper_backward<Erases>(shape, in, dout, dlast, to, space, workspace.data(), stream, here);
+            return delta_rule_path::tensor_cores;
+        }
+    launch_delta_plain_backward(shape, in, Erases, dout, dlast, to, space, workspace.data(), stream, here);
+    return delta_rule_path::plain;
 }
 
 } // namespace cpx::cuda

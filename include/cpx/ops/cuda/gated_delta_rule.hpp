@@ -7,10 +7,8 @@
 // for memory of another device or stream.
 #pragma once
 
-#include <cpx/cuda/delta_rule_fold.hpp>
-#include <cpx/cuda/gated_delta_rule.hpp>
 #include <cpx/cuda/normalised_heads.hpp>
-#include <cpx/ops/cuda/recurrence.hpp>
+#include <cpx/ops/cuda/device_rule.hpp>
 #include <cpx/ops/gated_delta_rule_backward.hpp>
 
 #include <optional>
@@ -19,78 +17,8 @@ namespace cpx {
 
 namespace detail {
 
-/// The gated delta rule as a recurrence on a device, see `device_states`.
 template <class T>
-struct device_gated_delta : gated_delta, private device_heads {
-    using memory = cuda::state_exchange;
-
-    explicit device_gated_delta(gated_delta const& of) : gated_delta(of) {}
-
-    void check(char const* where, caller here) const {
-        gated_delta::check(where, here);
-        check_sizes(where, heads, options.chunk, here);
-    }
-    template <any_sharding S>
-    void check_heads(char const* where, S const& sharding, bool backward, caller here) const {
-        check_whole(where, heads, sharding, backward, here);
-    }
-
-    template <class X, class O>
-    index_t kept_bytes(X const& x, O const& o, index_t segments, index_t tokens) const {
-        auto const in = input<T>({}, x, {});
-        bool const tensor_cores = cuda::detail::row_vector(in.q, in.k, in.v, o.data()) == 16;
-        return tensor_cores ? cuda::gated_delta_rule_saved<T>(shape_of(in), tokens, segments) : 0;
-    }
-    template <class X, class O>
-    void forward(device_segments const& s, X const& x, std::span<float const> before, O const& o,
-                 std::span<float> after, std::span<char> kept, memory& m, caller here) const {
-        auto in = input<T>(s, x, before);
-        in.saved = kept, in.saved_tokens = s.tokens;
-        auto const shape = shape_of(in);
-        bool const saves = !kept.empty();
-        auto const space = workspace(cuda::gated_delta_rule_workspace<T>(shape, in.k.count(), count(s), saves), m);
-        cuda::gated_delta_rule<T>(shape, in, o.data(), after, all(space), m.stream(), here);
-    }
-    template <class X>
-    void fold(device_segments const& s, X const& x, std::span<float> maps, std::span<float> ends, memory& m,
-              caller here) const {
-        auto const in = input<T>(s, x, {});
-        auto const shape = shape_of(in);
-        auto const space = workspace(cuda::gated_delta_rule_fold_workspace<T>(shape, in.k.count(), count(s)), m);
-        cuda::gated_delta_rule_fold<T>(shape, in, maps, ends, all(space), m.stream(), here);
-    }
-    template <class X, class D, class G>
-    void backward(device_segments const& s, X const& x, std::span<float const> before, D const& dout,
-                  std::span<float const> dafter, G const& dx, std::span<float> dbefore, std::span<char> kept, memory& m,
-                  caller here) const {
-        auto in = input<T>(s, x, before);
-        auto const& [dq, dk, dv, dg, dbeta] = dx;
-        auto shape = shape_of(in);
-        if (cuda::detail::row_vector(in.q, in.k, in.v, dout.data(), dq.data(), dk.data(), dv.data()) != 16)
-            shape.path = cuda::delta_rule_path::plain;
-        else
-            in.saved = kept, in.saved_tokens = s.tokens;
-        bool const saved = !in.saved.empty();
-        auto const space =
-            workspace(cuda::gated_delta_rule_backward_workspace<T>(shape, in.k.count(), count(s), saved), m);
-        cuda::gated_delta_rule_backward<T>(shape, in, dout.data(), dafter,
-                                           {dq.data(), dk.data(), dv.data(), dg.data(), dbeta.data(), dbefore},
-                                           all(space), m.stream(), here);
-    }
-    template <class X, class D>
-    void backward_fold(device_segments const& s, X const& x, D const& dout, std::span<float> dbefore, memory& m,
-                       caller here) const {
-        auto const in = input<T>(s, x, {});
-        auto const shape = shape_of(in);
-        auto const space = workspace(cuda::gated_delta_rule_fold_workspace<T>(shape, in.k.count(), count(s)), m);
-        cuda::gated_delta_rule_backward_fold<T>(shape, in, dout.data(), dbefore, all(space), m.stream(), here);
-    }
-
-private:
-    auto shape_of(cuda::gated_delta_rule_input<T> const& in) const {
-        return device_heads::shape_of(heads, options.scale, in);
-    }
-};
+using device_gated_delta = device_rule<T, cuda::erases::yes, gated_delta>;
 
 /// q and k of a call on a device, divided by their lengths if that is asked for.
 template <class T, any_sharding S>

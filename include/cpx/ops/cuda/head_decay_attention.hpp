@@ -2,8 +2,7 @@
 // Linear attention with a decay a head of tensors on devices, on any sharding, by `recur` as on the host.
 #pragma once
 
-#include <cpx/cuda/head_decay_attention.hpp>
-#include <cpx/ops/cuda/recurrence.hpp>
+#include <cpx/ops/cuda/device_rule.hpp>
 #include <cpx/ops/local/linear_attention.hpp>
 
 namespace cpx {
@@ -36,75 +35,8 @@ struct head_decay_gradient_tensors {
 
 namespace detail {
 
-/// A decay a head as a recurrence on a device, see `device_states`.
 template <class T>
-class device_head_decay : device_heads {
-    using memory = cuda::state_exchange;
-
-public:
-    static constexpr char const* name = head_decay_attention::name;
-
-    explicit device_head_decay(head_decay_attention const& of) : of_(of) {}
-    auto states() const { return of_.states(); }
-    auto inputs() const { return of_.inputs(); }
-    auto settings() const { return of_.settings(); }
-    void check(char const* where, caller here) const { check_sizes(where, of_.heads, of_.options.chunk, here); }
-    template <any_sharding S>
-    void check_heads(char const* where, S const& sharding, bool backward, caller here) const {
-        check_whole(where, of_.heads, sharding, backward, here);
-    }
-
-    template <class X, class O>
-    static index_t kept_bytes(X const&, O const&, index_t, index_t) {
-        return 0;
-    }
-    template <class X, class O>
-    void forward(device_segments const& s, X const& x, std::span<float const> before, O const& o,
-                 std::span<float> after, std::span<char>, memory& m, caller here) const {
-        auto const in = input<T>(s, x, before);
-        auto const shape = shape_of(in);
-        auto const space = workspace(cuda::head_decay_attention_workspace<T>(shape, in.k.count(), count(s)), m);
-        cuda::head_decay_attention<T>(shape, in, o.data(), after, all(space), m.stream(), here);
-    }
-    template <class X>
-    void fold(device_segments const& s, X const& x, std::span<float> maps, std::span<float> ends, memory& m,
-              caller here) const {
-        auto const in = input<T>(s, x, {});
-        auto const shape = shape_of(in);
-        auto const space = workspace(cuda::head_decay_attention_fold_workspace<T>(shape, in.k.count(), count(s)), m);
-        cuda::head_decay_attention_fold<T>(shape, in, maps, ends, all(space), m.stream(), here);
-    }
-    template <class X, class D, class G>
-    void backward(device_segments const& s, X const& x, std::span<float const> before, D const& dout,
-                  std::span<float const> dafter, G const& dx, std::span<float> dbefore, std::span<char>, memory& m,
-                  caller here) const {
-        auto const in = input<T>(s, x, before);
-        auto const& [dq, dk, dv, dg] = dx;
-        auto shape = shape_of(in);
-        if (cuda::detail::row_vector(in.q, in.k, in.v, dout.data(), dq.data(), dk.data(), dv.data()) != 16)
-            shape.path = cuda::delta_rule_path::plain;
-        auto const space =
-            workspace(cuda::head_decay_attention_backward_workspace<T>(shape, in.k.count(), count(s)), m);
-        cuda::head_decay_attention_backward<T>(shape, in, dout.data(), dafter,
-                                               {dq.data(), dk.data(), dv.data(), dg.data(), {}, dbefore}, all(space),
-                                               m.stream(), here);
-    }
-    template <class X, class D>
-    void backward_fold(device_segments const& s, X const& x, D const& dout, std::span<float> dbefore, memory& m,
-                       caller here) const {
-        auto const in = input<T>(s, x, {});
-        auto const shape = shape_of(in);
-        auto const space = workspace(cuda::head_decay_attention_fold_workspace<T>(shape, in.k.count(), count(s)), m);
-        cuda::head_decay_attention_backward_fold<T>(shape, in, dout.data(), dbefore, all(space), m.stream(), here);
-    }
-
-private:
-    auto shape_of(cuda::gated_delta_rule_input<T> const& in) const {
-        return device_heads::shape_of(of_.heads, of_.options.scale, in);
-    }
-
-    head_decay_attention const& of_;
-};
+using device_head_decay = device_rule<T, cuda::erases::no, head_decay_attention>;
 
 template <class T, any_sharding S>
 auto head_decay_given(head_decay_tensors<T, S> const& t) {

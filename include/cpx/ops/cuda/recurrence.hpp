@@ -2,7 +2,7 @@
 // Segments of a recurrence on a device: as many as a pass visits at once, all heads together.
 #pragma once
 
-#include <cpx/cuda/delta_rule_arguments.hpp>
+#include <cpx/cuda/arguments.hpp>
 #include <cpx/ops/cuda/state_exchange.hpp>
 #include <cpx/ops/recurrence.hpp>
 
@@ -38,59 +38,6 @@ namespace detail {
 struct device_segments {
     std::span<index_t const> offsets, first, counts;
     index_t tokens = 0; ///< of all
-};
-
-/// What recurrences on devices whose heads read keys and values have in common.
-class device_heads {
-protected:
-    static void check_sizes(char const* where, recurrence_heads const& heads, index_t chunk, caller here) {
-        require(chunk == 64, where, "chunk", "64, of tensors on devices", chunk, here);
-        require(heads.key_heads >= 1 && heads.value_heads >= 1, where, "heads", "at least 1",
-                std::min(heads.key_heads, heads.value_heads), here);
-        require(heads.key_dim >= 1 && heads.key_dim <= 256, where, "key_dim", "from 1 to 256, of tensors on devices",
-                heads.key_dim, here);
-        require(heads.value_dim >= 1 && heads.value_dim <= 65536, where, "value_dim",
-                "from 1 to 65536, of tensors on devices", heads.value_dim, here);
-    }
-    template <any_sharding S>
-    static void check_whole(char const* where, recurrence_heads const& heads, S const& sharding, bool backward,
-                            caller here) {
-        index_t const group = heads.value_heads / heads.key_heads;
-        for (int rank = 0; rank < (S::every_row ? sharding.ranks() : 1); ++rank) {
-            range const values = sharding.heads(rank, heads.value_heads), keys = sharding.heads(rank, heads.key_heads);
-            bool const whole = values.first == keys.first * group && values.last == keys.last * group;
-            require(whole || (!backward && keys.size() == 1), where, "value heads that read one key head",
-                    "on one rank, of tensors on devices", "on several", here);
-        }
-    }
-    static index_t count(device_segments const& s) { return std::ssize(s.first); }
-    /// Returns what kernels read: q, k, v, g and, if there is a fifth of x, beta.
-    template <class T, class X>
-    static cuda::gated_delta_rule_input<T> input(device_segments const& s, X const& x, std::span<float const> before) {
-        cuda::gated_delta_rule_input<T> in{std::get<0>(x).data(),
-                                           std::get<1>(x).data(),
-                                           std::get<2>(x).data(),
-                                           std::get<3>(x).data(),
-                                           {},
-                                           s.offsets,
-                                           before,
-                                           s.first,
-                                           s.counts};
-        if constexpr (std::tuple_size_v<X> > 4) in.beta = std::get<4>(x).data();
-        return in;
-    }
-    /// Returns the sizes of the heads that the rank holds.
-    template <class T>
-    static cuda::gated_delta_rule_shape shape_of(recurrence_heads const& heads, double scale,
-                                                 cuda::gated_delta_rule_input<T> const& in) {
-        return {in.k.width() / heads.key_dim, in.v.width() / heads.value_dim, heads.key_dim, heads.value_dim, scale};
-    }
-    static cuda::block<char> workspace(index_t bytes, cuda::state_exchange const& m) {
-        return m.memory().template room<char>(bytes);
-    }
-    static std::span<char> all(cuda::block<char> const& b) {
-        return {const_cast<char*>(b.data()), static_cast<std::size_t>(b.size())};
-    }
 };
 
 /// What a recurrence on a device is given and makes: x, dx: tuples of tensors in the order of `inputs()`.

@@ -1,0 +1,131 @@
+// SPDX-License-Identifier: Apache-2.0
+// The gated delta rule and a decay a head as recurrences on devices.
+#pragma once
+
+#include <cpx/cuda/delta_rule_fold.hpp>
+#include <cpx/cuda/gated_delta_rule.hpp>
+#include <cpx/ops/cuda/recurrence.hpp>
+
+namespace cpx::detail {
+
+/// The member `Of` of the family, as the host's R says, see `device_states`.
+template <class T, cuda::erases Of, class R>
+class device_rule {
+    using memory = cuda::state_exchange;
+
+public:
+    char const* name;
+
+    explicit device_rule(R const& of) : name(of.name), of_(of) {}
+    auto states() const { return of_.states(); }
+    auto inputs() const { return of_.inputs(); }
+    auto settings() const { return of_.settings(); }
+
+    void check(char const* where, caller here) const {
+        recurrence_heads const& heads = of_.heads;
+        of_.check(where, here);
+        require(of_.options.chunk == 64, where, "chunk", "64, of tensors on devices", of_.options.chunk, here);
+        require(heads.key_heads >= 1 && heads.value_heads >= 1, where, "heads", "at least 1",
+                std::min(heads.key_heads, heads.value_heads), here);
+        require(heads.key_dim >= 1 && heads.key_dim <= 256, where, "key_dim", "from 1 to 256, of tensors on devices",
+                heads.key_dim, here);
+        require(heads.value_dim >= 1 && heads.value_dim <= 65536, where, "value_dim",
+                "from 1 to 65536, of tensors on devices", heads.value_dim, here);
+    }
+    template <any_sharding S>
+    void check_heads(char const* where, S const& sharding, bool backward, caller here) const {
+        recurrence_heads const& heads = of_.heads;
+        index_t const group = heads.value_heads / heads.key_heads;
+        for (int rank = 0; rank < (S::every_row ? sharding.ranks() : 1); ++rank) {
+            range const values = sharding.heads(rank, heads.value_heads), keys = sharding.heads(rank, heads.key_heads);
+            bool const whole = values.first == keys.first * group && values.last == keys.last * group;
+            require(whole || (!backward && keys.size() == 1), where, "value heads that read one key head",
+                    "on one rank, of tensors on devices", "on several", here);
+        }
+    }
+
+    template <class X, class O>
+    index_t kept_bytes(X const& x, O const& o, index_t segments, index_t tokens) const {
+        auto const in = input({}, x, {});
+        bool const keeps = Of == cuda::erases::yes && cuda::detail::row_vector(in.q, in.k, in.v, o.data()) == 16;
+        return keeps ? cuda::gated_delta_rule_saved<T>(shape_of(in), tokens, segments) : 0;
+    }
+    template <class X, class O>
+    void forward(device_segments const& s, X const& x, std::span<float const> before, O const& o,
+                 std::span<float> after, std::span<char> kept, memory& m, caller here) const {
+        auto in = input(s, x, before);
+        in.saved = kept, in.saved_tokens = s.tokens;
+        auto const shape = shape_of(in);
+        bool const saves = !kept.empty();
+        auto const space = workspace(cuda::gated_delta_rule_workspace<T, Of>(shape, in.k.count(), count(s), saves), m);
+        cuda::gated_delta_rule<T, Of>(shape, in, o.data(), after, all(space), m.stream(), here);
+    }
+    template <class X>
+    void fold(device_segments const& s, X const& x, std::span<float> maps, std::span<float> ends, memory& m,
+              caller here) const {
+        auto const in = input(s, x, {});
+        auto const shape = shape_of(in);
+        auto const space = workspace(cuda::gated_delta_rule_fold_workspace<T, Of>(shape, in.k.count(), count(s)), m);
+        cuda::gated_delta_rule_fold<T, Of>(shape, in, maps, ends, all(space), m.stream(), here);
+    }
+    template <class X, class D, class G>
+    void backward(device_segments const& s, X const& x, std::span<float const> before, D const& dout,
+                  std::span<float const> dafter, G const& dx, std::span<float> dbefore, std::span<char> kept, memory& m,
+                  caller here) const {
+        auto in = input(s, x, before);
+        rows<T> const dq = std::get<0>(dx).data(), dk = std::get<1>(dx).data(), dv = std::get<2>(dx).data();
+        rows<float> dbeta;
+        if constexpr (Of == cuda::erases::yes) dbeta = std::get<4>(dx).data();
+        auto shape = shape_of(in);
+        if (cuda::detail::row_vector(in.q, in.k, in.v, dout.data(), dq, dk, dv) != 16)
+            shape.path = cuda::delta_rule_path::plain;
+        else
+            in.saved = kept, in.saved_tokens = s.tokens;
+        bool const saved = !in.saved.empty();
+        auto const space =
+            workspace(cuda::gated_delta_rule_backward_workspace<T, Of>(shape, in.k.count(), count(s), saved), m);
+        cuda::gated_delta_rule_backward<T, Of>(shape, in, dout.data(), dafter,
+                                               {dq, dk, dv, std::get<3>(dx).data(), dbeta, dbefore}, all(space),
+                                               m.stream(), here);
+    }
+    template <class X, class D>
+    void backward_fold(device_segments const& s, X const& x, D const& dout, std::span<float> dbefore, memory& m,
+                       caller here) const {
+        auto const in = input(s, x, {});
+        auto const shape = shape_of(in);
+        auto const space = workspace(cuda::gated_delta_rule_fold_workspace<T, Of>(shape, in.k.count(), count(s)), m);
+        cuda::gated_delta_rule_backward_fold<T, Of>(shape, in, dout.data(), dbefore, all(space), m.stream(), here);
+    }
+
+private:
+    static index_t count(device_segments const& s) { return std::ssize(s.first); }
+    /// Returns what kernels read: q, k, v, g and, if there is a fifth of x, beta.
+    template <class X>
+    static cuda::gated_delta_rule_input<T> input(device_segments const& s, X const& x, std::span<float const> before) {
+        cuda::gated_delta_rule_input<T> in{std::get<0>(x).data(),
+                                           std::get<1>(x).data(),
+                                           std::get<2>(x).data(),
+                                           std::get<3>(x).data(),
+                                           {},
+                                           s.offsets,
+                                           before,
+                                           s.first,
+                                           s.counts};
+        if constexpr (std::tuple_size_v<X> > 4) in.beta = std::get<4>(x).data();
+        return in;
+    }
+    /// Returns the sizes of the heads that the rank holds.
+    cuda::gated_delta_rule_shape shape_of(cuda::gated_delta_rule_input<T> const& in) const {
+        recurrence_heads const& heads = of_.heads;
+        return {in.k.width() / heads.key_dim, in.v.width() / heads.value_dim, heads.key_dim, heads.value_dim,
+                of_.options.scale};
+    }
+    static cuda::block<char> workspace(index_t bytes, memory const& m) { return m.memory().template room<char>(bytes); }
+    static std::span<char> all(cuda::block<char> const& b) {
+        return {const_cast<char*>(b.data()), static_cast<std::size_t>(b.size())};
+    }
+
+    R of_;
+};
+
+} // namespace cpx::detail
