@@ -221,6 +221,40 @@ floats decode_on_gpus(group& gpus, layer<float> const& p, S const& sharding, Mak
     return whole;
 }
 
+/// Whole numbers, from 0 to 8.
+floats whole_numbers(std::size_t count, std::size_t seed) {
+    support::splitmix numbers(seed);
+    floats list(count);
+    for (float& x : list) x = static_cast<float>(numbers.between(0, 8));
+    return list;
+}
+
+/// How a convolution of sequences goes on.
+struct going_on {
+    bool initial, final, in_place;
+};
+
+/// Returns a rank's y, and both lists of states after the call.
+template <class Comm>
+std::vector<floats> convolved(by_tokens const& sharding, index_t channels, index_t taps, going_on how, Comm& comm) {
+    auto const rank = static_cast<std::size_t>(comm.rank());
+    index_t const sequences = sharding.batch().sequences();
+    auto x = cpx::make_tensor<float>(sharding, comm, channels), y = cpx::make_tensor<float>(sharding, comm, channels);
+    auto weight = cpx::make_rows<float>(comm, channels, taps);
+    auto before = cpx::make_rows<float>(comm, sequences, taps * channels),
+         after = cpx::make_rows<float>(comm, sequences, taps * channels);
+    x.write(whole_numbers(x.elements().size(), rank + 1));
+    weight.write(whole_numbers(weight.elements().size(), 7));
+    before.write(whole_numbers(before.elements().size(), 8));
+    after.write(floats(after.elements().size(), 99));
+    cpx::causal_conv1d_states<float> states;
+    if (how.initial) states.initial = before.view();
+    if (how.final) states.final = how.in_place ? before.view() : after.view();
+    cpx::causal_conv1d(cpx::halo(sharding, comm.rank(), taps - 1), x, rows<float const>(weight.view()), {},
+                       cpx::activation::none, y, comm, states);
+    return {y.read(), before.read(), after.read()};
+}
+
 void check_close(results const& got, results const& expected) {
     CHECK(on_ranks::relative_error(got.y, expected.y) <= 1e-5);
     CHECK(on_ranks::relative_error(got.dx, expected.dx) <= 1e-5);
@@ -263,6 +297,32 @@ TEST_SUITE("cuda") {
                                                            relayout(back, any, rank), config);
                            }),
                    alone);
+    }
+
+    TEST_CASE("a convolution on GPUs goes on from states and leaves those of the host, each where its sequence ends") {
+        if (!has_gpus(2)) return;
+        group gpus(2);
+        auto const batch = support::lengths({5, 1, 0, 130, 2, 33, 3});
+        for (by_tokens const& sharding :
+             {by_tokens(cpx::shard(batch, cpx::zigzag<>(2))), by_tokens(cpx::shard(batch, cpx::striped<>(2)))})
+            for (index_t const channels : {6, 8}) // these in vectors, of 4 taps
+                for (index_t const taps : {1, 4, 5})
+                    for (going_on const how : {going_on{true, true, false}, going_on{true, true, true},
+                                               going_on{false, true, false}, going_on{true, false, false}}) {
+                        std::vector<std::vector<floats>> expected(2);
+                        cpx::threads::run(2, [&](cpx::threads& comm) {
+                            expected[static_cast<std::size_t>(comm.rank())] =
+                                convolved(sharding, channels, taps, how, comm);
+                        });
+                        gpus.run([&](cpx::nccl& joined, auto const& meet) {
+                            cpx::cuda::stream const stream;
+                            meeting comm(joined, stream, meet);
+                            auto const got = convolved(sharding, channels, taps, how, comm);
+                            cpx::require(got == expected[static_cast<std::size_t>(comm.rank())], "test",
+                                         "results and states", "those of the host", "others");
+                            comm.meet();
+                        });
+                    }
     }
 
     TEST_CASE("decoding on GPUs after prompts of any length is the host's layer over whole sequences") {

@@ -28,8 +28,10 @@ cuda::conv_exchange_options options_of_call(X const& x, activation act, std::spa
 template <std::derived_from<cuda::communicator> Comm>
 inline constexpr bool convolves_by<cuda::memory, Comm> = true;
 
+/// Returns what a convolution has to fit. Throws if the plan is another rank's, as it would where it is prepared.
 template <any_sharding S>
-cuda::detail::conv_sizes conv_sizes_of(halo_plan<S> const& plan, cuda::communicator const& comm) {
+cuda::detail::conv_sizes conv_sizes_of(halo_plan<S> const& plan, cuda::communicator const& comm, caller here) {
+    require_own("cuda::conv_exchange", "rank of the plan", plan.rank, plan.ranks(), comm.rank(), comm.ranks(), here);
     return {plan.source_rows, plan.reach + 1, 0, comm.nccl_communicator().device(), true};
 }
 template <any_sharding S, class A>
@@ -56,11 +58,11 @@ template <class T, any_sharding S>
 void check_convolution(convolution<T, S, cuda::memory> const& of, cuda::communicator const& comm, caller here) {
     char const* const where = "cuda::causal_conv1d";
     require_in_memory("causal_conv1d", "x", of.x, comm.memory(), "the communicator's", here);
+    auto const fit = conv_sizes_of(of.plan, comm, here);
     index_t const channels = of.x.data().width();
     require_of(where, "x", of.plan, channels, of.x, comm, here);
     require_of(where, "y", of.plan, channels, of.y, comm, here);
-    cuda::detail::check_convolution<T>(conv_sizes_of(of.plan, comm), of.x.data(), {}, of.weight, of.bias, of.act,
-                                       of.y.data(), here);
+    cuda::detail::check_convolution<T>(fit, of.x.data(), {}, of.weight, of.bias, of.act, of.y.data(), here);
     check_states(of, here);
     rows<T const> const all_states[] = {of.states.initial, of.states.final};
     for (rows<T const> const& given : all_states)
@@ -119,12 +121,13 @@ void check_convolution_backward(convolution_backward<T, S, cuda::memory> const& 
                                 caller here) {
     char const* const where = "cuda::causal_conv1d_backward";
     require_in_memory(of.where, "x", of.x, comm.memory(), "the communicator's", here);
+    auto const fit = conv_sizes_of(of.before, comm, here);
     index_t const channels = of.x.data().width();
     require_of(where, "dy", of.before, channels, of.dy, comm, here);
     require_of(where, "x", of.before, channels, of.x, comm, here);
     require_of(where, "dx", of.before, channels, of.dx, comm, here);
-    cuda::detail::check_backward<T>(conv_sizes_of(of.before, comm), of.x.data(), {}, of.weight, of.bias, of.act,
-                                    of.dy.data(), {of.dx.data(), of.dweight, of.dbias}, here);
+    cuda::detail::check_backward<T>(fit, of.x.data(), {}, of.weight, of.bias, of.act, of.dy.data(),
+                                    {of.dx.data(), of.dweight, of.dbias}, here);
 }
 
 /// Runs a backward of tensors on devices of which all fits.
