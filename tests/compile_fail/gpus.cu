@@ -75,6 +75,16 @@ void turns(std::vector<float>& x, cpx::cuda::rotary_pairs const& pairs, cpx::cud
     cpx::cuda::rotary(x, 8, pairs, positions, x);
 }
 
+// Of two mistakes in a call the first is said.
+// expect: cuda::causal_conv1d of tensors that are not sharded as the conv_exchange
+// expect: cuda::rotary of x and y on two shardings
+void two_mistakes(cpx::cuda::conv_exchange<float, zigzag>& by, view<sequential, device> x, cpx::rows<float const> w,
+                  cpx::tensor<float, zigzag, device> const& written_never, cpx::cuda::rotary_pairs const& pairs,
+                  cpx::cuda::rotary_positions const& positions) {
+    cpx::cuda::causal_conv1d(by, x, w, {}, cpx::activation::none, written_never);
+    cpx::cuda::rotary(x, 8, pairs, positions, written_never);
+}
+
 // expect: cuda::rotary_pairs.frequencies, axes. wants frequencies of double
 cpx::cuda::rotary_pairs const of_floats(std::vector<float>(4));
 
