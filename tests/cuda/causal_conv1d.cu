@@ -322,9 +322,13 @@ TEST_SUITE("cuda") {
         REQUIRE(plan.edge_rows() > 0);
         REQUIRE(plan.dz_halo_rows() > 0);
         cpx::cuda::stream const stream;
-        cpx::cuda::buffer<float> const memory(1000 + needed);
-        auto const of = [&](index_t n, index_t width) { return rows<float>(memory.data(), n, width); };
-        auto const numbers = [&](index_t n) { return std::span<float>(memory.data(), static_cast<std::size_t>(n)); };
+        cpx::cuda::buffer<float> const memory(1004 + needed);
+        auto const of = [&](index_t n, index_t width, index_t at = 0) {
+            return rows<float>(memory.data() + at, n, width);
+        };
+        auto const numbers = [&](index_t n, index_t at = 0) {
+            return std::span<float>(memory.data() + at, static_cast<std::size_t>(n));
+        };
 
         struct call { // all fits, but for what a test changes
             rows<float> x, halo, weight, y, dy, edge, dz_halo;
@@ -340,7 +344,7 @@ TEST_SUITE("cuda") {
                         of(plan.edge_rows(), 5),
                         of(plan.dz_halo_rows(), 5),
                         numbers(5),
-                        {of(count, 5), of(5, 4), numbers(5), numbers(needed)}};
+                        {of(count, 5, 400), of(5, 4, 600), numbers(5, 800), numbers(needed, 1000)}};
         };
         using change = std::function<void(call&)>;
         auto const refused = [&](std::string const& passage, change const& f, conv_plan const& by, bool whole = true) {
@@ -432,7 +436,8 @@ TEST_SUITE("cuda") {
             call const same = fitting();
             cpx::cuda::causal_conv1d(plan, same.x, same.halo, same.weight, same.bias, activation::none, same.y, stream);
         });
-        refused_backward("overlap of dx and dweight: expected none, got some", [](call&) {});
+        refused_backward("overlap of dx and dweight: expected none, got some",
+                         [&](call& w) { w.to.dweight = of(5, 4, 400); });
         refused_backward("shape of dy", [&](call& w) { w.dy = of(count, 6); });
         refused_backward("shape of dx", [&](call& w) { w.to.dx = of(count + 1, 5); });
         refused_backward("shape of edge", [&](call& w) { w.edge = {}; });
@@ -441,8 +446,6 @@ TEST_SUITE("cuda") {
         refused_backward("size of dbias: expected 5, got 3", [&](call& w) { w.to.dbias = numbers(3); });
         refused_backward("size of the workspace: expected " + std::to_string(needed) + ", got 0",
                          [&](call& w) { w.to.workspace = {}; });
-        refused_backward("address of the workspace", [&](call& w) {
-            w.to.workspace = {memory.data() + 1, static_cast<std::size_t>(needed)};
-        });
+        refused_backward("address of the workspace", [&](call& w) { w.to.workspace = numbers(needed, 1001); });
     }
 }

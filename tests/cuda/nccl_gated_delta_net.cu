@@ -362,10 +362,11 @@ TEST_SUITE("cuda") {
             on_gpu by(joined, stream, meet);
             auto const sharding = on_ranks::one_rank(support::lengths({5}));
             auto const memory = by.comm.memory();
-            auto const x = cpx::make_tensor<float>(sharding, 0, 8, memory);
+            auto x = cpx::make_tensor<float>(sharding, 0, 8, memory);
             auto y = cpx::make_tensor<float>(sharding, 0, 8, memory);
             cpx::gated_delta_net_config const right{8, {1, 2, 4, 6}, 4, 64, 1e-6};
             floats const ones(4096, 1.0f);
+            memory.write(x.data().data(), std::span(ones).first(40));
             auto w = memory.template zeros<float>("test", {4096});
             memory.write(w.data(), std::span<float const>(ones));
             auto const call = [&](auto change, bool on_device, float* state) {
