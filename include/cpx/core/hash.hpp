@@ -2,6 +2,7 @@
 // A hash of numbers: the same on every machine, for ranks to compare.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <iterator>
 #include <string_view>

@@ -59,7 +59,9 @@ void compare_settings(char const* where, char const* whose, settings const& of, 
     auto const numbers = read({}).numbers;
     compare_numbers(
         where, std::ssize(numbers), [&](index_t i) { return numbers[static_cast<std::size_t>(i)]; },
-        [&](index_t i) { return read({{}, i, "more settings than these"}).name + " of the " + whose + " sharding"; },
+        [&](index_t i) {
+            return read({{}, i, "more settings than these"}).name + " of the " + whose + " sharding";
+        },
         ranks, gather, here);
 }
 
