@@ -253,10 +253,16 @@ struct any {
     constexpr any(std::initializer_list<any>) {}
 };
 
-/// The result of a call that has been refused. Loops over it and calls of it are no second mistake.
+/// The result of a call that has been refused. What is done with it is no second mistake: loops over it, calls of it,
+/// members of what the call would have returned, tensors, shardings and plans, and to pass it on as one of these.
 struct refused {
-    int const* begin() const { return nullptr; }
-    int const* end() const { return nullptr; }
+    static refused const view, data, elements, columns, sharding, rank, ranks, memory, read, hold, rows, batch, runs,
+        run, policy, size, empty, transposed, step, steps, level, plan, set, rows_of, make_tensor, sends, receives,
+        source_rows, target_rows, segments, links, from, to; ///< never defined: what uses them does not compile
+    template <class X>
+    operator X() const;
+    refused const* begin() const { return nullptr; }
+    refused const* end() const { return nullptr; }
     template <class... X>
     refused operator()(X const&...) const {
         return {};
@@ -7670,8 +7676,8 @@ void exchange(Plan const&, X const&, Y&&, Comm&, caller = caller::here()) {
                   "cpx::rows, and a cpx::transport; view memory as sharded, or as rows");
 }
 template <class Plan, class X>
-std::conditional_t<std::is_array_v<X>, detail::refused, X> exchange(Plan const&, X const&, detail::any = {},
-                                                                    detail::any = {}) {
+std::conditional_t<sharded_anywhere<X>, X, detail::refused> exchange(Plan const&, X const&, detail::any = {},
+                                                                     detail::any = {}) {
     static_assert(detail::never<Plan, X>,
                   "cpx: exchange(plan, x, comm) wants a relayout_plan, a tensor and a cpx::transport, and exchange(x, "
                   "sharding, comm) a tensor, a sharding and a cpx::transport; give other plans rows and a target");

@@ -221,4 +221,26 @@ void of_refused(plan<zigzag, sequential> p, cpx::tensor<float, zigzag>& x, cpx::
 
 // expect: set_together.comm, f. wants a cpx::transport and what sets movements
 void sets(cpx::threads& comm) { cpx::set_together(comm, 4); }
+// What is done with the result of a call that has been refused is no second mistake, and is not told first.
+// expect: make_tensor<T>.sharding, rank, width. wants a sharding
+// expect: shard.batch, layout. wants a cpx::thd and a layout
+// expect: relayout.from, to, rank. wants two shardings
+// expect: exchange.plan, x, comm. wants a relayout_plan
+// expect: make_movement<T>.from, to, width, capacity, comm. wants two shardings
+void uses(cpx::threads& comm, cpx::thd const& batch) {
+    auto const seen = cpx::make_tensor<float>(4, 4).view();
+    float* const memory = cpx::make_tensor<float>(4, 2).data();
+    auto const cut = cpx::shard(4);
+    cpx::index_t const rows = cut.rows(0);
+    auto x = cpx::make_tensor<float>(cut, 0, 4);
+    auto const plan = cpx::relayout(batch, 3);
+    for (cpx::message const& m : plan.sends) static_cast<void>(m);
+    auto const back = plan.transposed();
+    auto const segments = cpx::halo(batch, 2).segments.size();
+    auto y = cpx::exchange(batch, 3, comm);
+    cpx::exchange(y, cpx::shard(batch, cpx::zigzag<2>{}), comm);
+    auto move = cpx::make_movement<float>(batch, 3);
+    move.set(batch, batch);
+    move(x.view(), y.view());
+}
 #endif

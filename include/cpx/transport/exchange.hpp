@@ -215,8 +215,8 @@ void exchange(Plan const&, X const&, Y&&, Comm&, caller = caller::here()) {
                   "cpx::rows, and a cpx::transport; view memory as sharded, or as rows");
 }
 template <class Plan, class X>
-std::conditional_t<std::is_array_v<X>, detail::refused, X> exchange(Plan const&, X const&, detail::any = {},
-                                                                    detail::any = {}) {
+std::conditional_t<sharded_anywhere<X>, X, detail::refused> exchange(Plan const&, X const&, detail::any = {},
+                                                                     detail::any = {}) {
     static_assert(detail::never<Plan, X>,
                   "cpx: exchange(plan, x, comm) wants a relayout_plan, a tensor and a cpx::transport, and exchange(x, "
                   "sharding, comm) a tensor, a sharding and a cpx::transport; give other plans rows and a target");
