@@ -227,6 +227,15 @@ TEST_SUITE("ops") {
         }
         rejects("overlap of dx and x: expected none, got some", call(p, good, dx, x, dx, weights));
         rejects("overlap of dx and dy", call(p, good, x, dx, dx, weights));
+        auto const kept = good.projected->read();
+        rejects("overlap of dx and saved tensors", call(p, good, x, x, good.projected->columns(0, 12), weights));
+        support::rejects({"gated_delta_net_backward.cpp", "gated_delta_net: overlap of saved tensors and y"}, [&] {
+            cpx::threads::run(1, [&](cpx::threads& comm) { // they would be freed before y is written
+                auto const y = good.projected->columns(0, 12);
+                net(cpx::carry<cpx::scan>(sharding, 0), p.config)(p.view(), x, y, comm, {{}, &good});
+            });
+        });
+        CHECK(same_bits(good.projected->read(), kept));
         support::rejects(
             {"gated_delta_net_backward.cpp", ": gated_delta_net_backward: ranks disagree on operation"}, [&] {
                 cpx::threads::run(2, [&](cpx::threads& comm) {

@@ -615,6 +615,16 @@ TEST_SUITE("ops") {
         gradient to_saved = to;
         to_saved.dinitial = {saved.starts.data(), 2, 32};
         keeps(back + "overlap of dinitial and saved states", [&] { call(good, sharding, true, t, to_saved); });
+        for (bool const backward : {false, true}) // also where no state has to move
+            keeps((backward ? back : "head_decay_attention: ") + "rank of the plan: expected ", [&] {
+                cpx::threads::run(2, [&](cpx::threads& comm) {
+                    if (comm.rank() == 0) return;
+                    auto const plan = cpx::carry<cpx::scan>(sharding, 0); // of one rank
+                    tensors of_saved = t;
+                    of_saved.saved = &saved;
+                    backward ? recur_backward(plan, good, of_saved, to, comm) : recur(plan, good, of_saved, comm);
+                });
+            });
         cpx::threads::run(1, [&](cpx::threads& comm) { // without maps, which a scan's backward reads
             tensors by_serial = t;
             by_serial.saved = &saved;

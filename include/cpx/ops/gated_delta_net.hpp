@@ -93,6 +93,18 @@ struct gated_delta_net_memory {
 
 namespace detail {
 
+/// Returns where a forward has kept what its backward needs: the next forward frees that before it is done.
+template <class T, any_sharding S, any_sharding Mix, any_memory M>
+std::vector<operand> kept_operands(gated_delta_net_saved<T, S, Mix, M> const& saved) {
+    auto const of_states = saved_operands<typename M::template sum<T>>(saved.states);
+    std::vector<operand> list(of_states.begin(), of_states.end());
+    auto const add = [&](auto const& kept) {
+        if (kept) list.push_back({"saved tensors", kept->data()});
+    };
+    add(saved.z), add(saved.o), add(saved.projected), add(saved.mixed), add(saved.gates);
+    return list;
+}
+
 struct gated_delta_net_backward_pass; // see gated_delta_net_backward.hpp
 
 } // namespace detail
@@ -249,6 +261,7 @@ private:
                 here);
         auto given = operands(w);
         given.insert(given.end(), {{"x", in}, {"y", y.data()}, conv, recurrent});
+        if (saved) detail::require_apart(where, detail::kept_operands(*saved), given, here);
         mixer_.check(where, x.memory(), false, given, here);
         by.linear(in, w.in_proj_qkv, projected.data().columns(0, qkv));
         by.linear(in, w.in_proj_b, projected.data().columns(qkv, heads));

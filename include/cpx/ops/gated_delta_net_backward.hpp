@@ -43,6 +43,7 @@ struct gated_delta_net_backward_pass {
         written.push_back({"dx", to.dx.data()});
         for (operand const& more : {operand("x", x.data()), operand("dy", dy.data())}) read.push_back(more);
         require_apart(where, written, read, here);
+        require_apart(where, written, kept_operands(saved), here);
         read.insert(read.end(), written.begin(), written.end());
         net.mixer_.check(where, memory, true, read, here);
     }

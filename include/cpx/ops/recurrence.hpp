@@ -212,12 +212,15 @@ void run_recurrence_backward(carry_plan<How, S> const& plan, R const& r, Tensors
 template <carry_kind How, any_sharding S, class R, class T, std::size_t N, class Comm>
 void recur_on_host(carry_plan<How, S> const& plan, R const& r, recurrence_tensors<T, S, N> const& t, Comm& comm,
                    caller here) {
+    require_own(r.name, "rank of the plan", plan.rank, plan.sharding.ranks(), comm.rank(), comm.ranks(), here);
     states_on_host<Comm> memory{comm};
     run_recurrence<host_forward<R, T, S, Comm>>(plan, r, t, memory, here);
 }
 template <carry_kind How, any_sharding S, class R, class T, std::size_t N, class Comm>
 void recur_backward_on_host(carry_plan<How, S> const& plan, R const& r, recurrence_tensors<T, S, N> const& t,
                             recurrence_gradients<T, S, N> const& to, Comm& comm, caller here) {
+    std::string const name = backward_name(r);
+    require_own(name.c_str(), "rank of the plan", plan.rank, plan.sharding.ranks(), comm.rank(), comm.ranks(), here);
     states_on_host<Comm> memory{comm};
     run_recurrence_backward<host_backward<R, T, S, Comm>>(plan, r, t, to, memory, here);
 }
