@@ -11,6 +11,8 @@
 #include <ops/reference.hpp>
 #include <support/rejects.hpp>
 
+#include <algorithm>
+#include <atomic>
 #include <bit>
 #include <functional>
 
@@ -664,8 +666,10 @@ TEST_SUITE("ops") {
         });
     }
 
-    TEST_CASE_TEMPLATE("ranks whose recurrences differ are told in what, though as much is handed on", How, cpx::serial,
-                       cpx::scan) {
+    TEST_CASE_TEMPLATE(
+        "ranks whose recurrences differ are told in what, though as much is handed on, before they write", How,
+        cpx::serial, cpx::scan) {
+        std::atomic<int> written = 0;
         for (int const ranks : {2, 3}) {
             auto const told = [&](std::string const& field, std::string const& first, std::string const& last,
                                   auto const& r, auto const& odd, bool backward = false) {
@@ -680,21 +684,37 @@ TEST_SUITE("ops") {
                     for (auto const& i : of.inputs()) inputs.push_back(tensor(i.heads * i.width));
                     gradients = inputs;
                     auto o = tensor(of.states().heads * of.states().values), dout = o;
+                    std::vector<double> final(static_cast<std::size_t>(of.states().state_width()), 7), dinitial = final;
+                    std::ranges::fill(o.elements(), 7);
+                    for (auto& x : gradients) std::ranges::fill(x.elements(), 7);
                     cpx::recurrence_saved<double> saved;
                     auto const views = [](auto& list) {
                         return [&]<std::size_t... I>(std::index_sequence<I...>) {
                             return std::array{list[I].view()...};
                         }(std::make_index_sequence<N>());
                     };
-                    cpx::recurrence_tensors const t{views(inputs), o.view(), {}, {}, &saved};
-                    cpx::recurrence_gradients const to{dout.view(), views(gradients)};
-                    auto const plan = cpx::carry<How>(sharding, comm.rank());
-                    if (!backward) return recur(plan, of, t, comm);
                     index_t const width = of.states().state_width();
-                    saved.starts.resize(static_cast<std::size_t>(std::ssize(plan.segments) * width));
-                    saved.maps.resize(
-                        static_cast<std::size_t>(cpx::detail::inner_segments(plan.links) * of.states().map_width()));
-                    recur_backward(plan, of, t, to, comm);
+                    cpx::recurrence_tensors const t{
+                        views(inputs), o.view(), {}, cpx::rows<double>(final, width), &saved};
+                    cpx::recurrence_gradients const to{
+                        dout.view(), views(gradients), {}, cpx::rows<double>(dinitial, width)};
+                    auto const plan = cpx::carry<How>(sharding, comm.rank());
+                    auto const maps = cpx::detail::inner_segments(plan.links) * of.states().map_width();
+                    if (backward) {
+                        saved.starts.resize(static_cast<std::size_t>(std::ssize(plan.segments) * width));
+                        saved.maps.resize(static_cast<std::size_t>(maps));
+                    }
+                    try {
+                        backward ? recur_backward(plan, of, t, to, comm) : recur(plan, of, t, comm);
+                    } catch (cpx::error const&) {
+                        auto const changed = [](auto const& x) {
+                            return std::ranges::any_of(x, [](double y) { return y != 7; });
+                        };
+                        written += changed(o.elements()) || changed(final) || changed(dinitial);
+                        for (auto const& x : gradients) written += changed(x.elements());
+                        written += !backward && !saved.starts.empty();
+                        throw;
+                    }
                 };
                 std::string const others = ranks == 2 ? " (rank 0), " : " (ranks 0 1), ";
                 support::rejects({"recurrence.cpp", "ranks disagree on " + field + ':',
@@ -723,5 +743,6 @@ TEST_SUITE("ops") {
                      kimi_delta_attention{{1, 1, 4, 4}, {.qk_l2norm = false}}, backward);
             }
         }
+        CHECK(written == 0);
     }
 }

@@ -208,11 +208,28 @@ void run_recurrence_backward(carry_plan<How, S> const& plan, R const& r, Tensors
     pass.without_tokens();
 }
 
-/// The same of tensors in the host's memory, of which all fits.
+/// Throws unless the plan is this rank's and all ranks have the same, and one recurrence; before anything is written.
+/// Where no state moves ranks do not meet.
+template <class T, carry_kind How, any_sharding S, class R, class Comm>
+void agree_on_host(char const* where, carry_plan<How, S> const& plan, side from, R const& r, Comm& comm, caller here) {
+    require_own(where, "rank of the plan", plan.rank, plan.sharding.ranks(), comm.rank(), comm.ranks(), here);
+    if (S::every_row || plan.steps == 0) return;
+    state_shape const shape = held_states(plan, r);
+    index_t const state = shape.state_width(), map = shape.map_width();
+    auto const compare_first = [&](cpx::plan const& step, index_t row) {
+        agree(comm, identity_of<T>(step, row, {where, recurrence_arguments(r)}), step, here, where);
+    };
+    if constexpr (std::same_as<How, serial>)
+        compare_first(plan.step(0, from), state);
+    else
+        compare_first(plan.step(0, from, state, map), plan.row_width(state, map));
+}
+
+/// Runs a recurrence of tensors in the host's memory, of which all fits.
 template <carry_kind How, any_sharding S, class R, class T, std::size_t N, class Comm>
 void recur_on_host(carry_plan<How, S> const& plan, R const& r, recurrence_tensors<T, S, N> const& t, Comm& comm,
                    caller here) {
-    require_own(r.name, "rank of the plan", plan.rank, plan.sharding.ranks(), comm.rank(), comm.ranks(), here);
+    agree_on_host<typename recurrence_tensors<T, S, N>::state>(r.name, plan, side::before, r, comm, here);
     states_on_host<Comm> memory{comm};
     run_recurrence<host_forward<R, T, S, Comm>>(plan, r, t, memory, here);
 }
@@ -220,7 +237,7 @@ template <carry_kind How, any_sharding S, class R, class T, std::size_t N, class
 void recur_backward_on_host(carry_plan<How, S> const& plan, R const& r, recurrence_tensors<T, S, N> const& t,
                             recurrence_gradients<T, S, N> const& to, Comm& comm, caller here) {
     std::string const name = backward_name(r);
-    require_own(name.c_str(), "rank of the plan", plan.rank, plan.sharding.ranks(), comm.rank(), comm.ranks(), here);
+    agree_on_host<typename recurrence_tensors<T, S, N>::state>(name.c_str(), plan, side::after, r, comm, here);
     states_on_host<Comm> memory{comm};
     run_recurrence_backward<host_backward<R, T, S, Comm>>(plan, r, t, to, memory, here);
 }

@@ -101,13 +101,20 @@ struct run_for {
     run_for(char const* function = "exchange", identity::arguments const& alike = {}) : by(function), given(alike) {}
 };
 
+/// Returns what ranks compare before a function runs a plan for elements T in rows of `width`.
+template <class T>
+identity identity_of(plan const& p, index_t width, run_for const& of) {
+    identity id = p.id.for_elements<T>(width);
+    std::string_view const function = of.by, operation = id.operation.data();
+    if (function != "exchange" && !operation.starts_with(function.substr(0, function.find("::")))) id.run_by(of.by);
+    if (of.given != identity::arguments{}) id.set_arguments(of.given);
+    return id;
+}
+
 template <class A, class B, transport Comm>
 void run_plan(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller here, run_for const& of) {
     char const* const by = of.by;
-    identity id = p.id.for_elements<B>(from.width());
-    std::string_view const function = by, operation = id.operation.data();
-    if (function != "exchange" && !operation.starts_with(function.substr(0, function.find("::")))) id.run_by(by);
-    if (of.given != identity::arguments{}) id.set_arguments(of.given);
+    identity const id = identity_of<B>(p, from.width(), of);
     if (!p.local) agree(comm, id, p, here, by);
 
     if (p.kind == flow::sums || !p.covers_target())
