@@ -336,8 +336,8 @@ std::optional<verdict> test(property tested, Comm& comm, milliseconds deadline) 
     case property::batches: return alone ? verdict{} : other_batches(comm);
     case property::throws:
         if (last) throw error("testing", "thrown on purpose");
-        return without_last(comm, 2 * deadline, deadline);
-    case property::returns: return last ? verdict{} : without_last(comm, 2 * deadline, deadline);
+        return without_last(comm, 2 * deadline, deadline / 2);
+    case property::returns: return last ? verdict{} : without_last(comm, 2 * deadline, deadline / 2);
     case property::stays_away:
         if (!last) return without_last(comm, 2 * deadline, 2 * deadline);
         if (!alone) std::this_thread::sleep_for(3 * deadline);
