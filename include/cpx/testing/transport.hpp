@@ -356,6 +356,7 @@ std::optional<verdict> test(property tested, Comm& comm, milliseconds deadline) 
 ///
 /// Ranks may be threads, processes that `run` forks, or processes that all call this function and get a report each
 /// (MPI). Of fewer than 3 ranks it says less. `shortest`: the deadline of a group in which one rank does not come.
+/// Told at once is what is told before half of a deadline has passed.
 /// Hangs where a transport waits without end.
 ///
 ///     auto const found = cpx::testing::check_transport(
