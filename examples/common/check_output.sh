@@ -60,6 +60,9 @@ expect "the picture before the text" [ "$(head -c 4 "$place/both")$(grep -c '^ra
 expect "a picture through a pipe" [ "$(inspect --svg /dev/fd/3 3>&1 >/dev/null | tail -n 1)" = "</svg>" ]
 refused "^inspect: --svg: file: expected a path .*, got \"/dev/full\": No space left" inspect --svg /dev/full
 refused '^inspect: --svg: .*, got "a\\x1b\[31m\\xff/b": No such file' inspect --svg "$(printf 'a\033[31m\377/b')"
+few_blocks() { (ulimit -f 1 && "$@"); }
+refused "^inspect: --svg: .*: File too large" few_blocks inspect --svg "$place/none.svg"
+expect "no file of more than is allowed" [ ! -e "$place/none.svg" ]
 expect "no file beside these" [ -z "$(find "$place" -name '.cpx*')" ]
 
 # Fewer threads than ranks; sanitizers do not run in so little memory.

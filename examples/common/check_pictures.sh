@@ -1,5 +1,6 @@
 # sh check_pictures.sh INSPECT DOCS: nothing in a picture reaches over its edges, ranks are told apart, heads have an
 # axis, media have the positions of worked examples, and the pictures in DOCS are those that README's commands draw.
+# Many ranks are shown in seconds.
 set -eu
 inspect=$1
 docs=$2
@@ -93,3 +94,7 @@ done
 draw --cu 0,4096,10000,65536 --ranks 1024 --to head_sharded
 [ "$(wc -c <"$place/picture.svg")" -lt 2000000 ] || wrong "a picture of 1024 ranks by heads of more than 2 MB"
 grep -q "of several ranks, joined" "$place/picture.svg" || wrong "no key of what is joined"
+
+# What many ranks with heads send takes seconds that grow with their pairs: with W^3 this was 12 of them.
+(ulimit -t 8 && "$inspect" --cu 0,100000 --ranks 2048 --layout head_sharded --to zigzag >"$place/text") ||
+    wrong "inspect of 2048 ranks with heads takes more than 8 seconds"

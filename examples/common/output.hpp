@@ -49,7 +49,7 @@ inline void remove_at_signals(std::string const& path) {
     if (path.size() >= unfinished.size()) return;
     std::ranges::copy(path, unfinished.begin());
     unfinished[path.size()] = '\0';
-    for (int const one : {SIGINT, SIGTERM, SIGHUP, SIGPIPE}) {
+    for (int const one : {SIGINT, SIGTERM, SIGHUP, SIGPIPE, SIGQUIT, SIGXCPU}) {
         struct ::sigaction now {};
         if (::sigaction(one, nullptr, &now) != 0 || now.sa_handler != SIG_DFL) continue;
         now.sa_handler = remove_unfinished;

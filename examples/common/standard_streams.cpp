@@ -5,6 +5,7 @@
 #include <cstdlib>
 
 #include <fcntl.h>
+#include <signal.h>
 
 namespace {
 
@@ -16,6 +17,7 @@ namespace {
 /// Lives before and after everything else.
 struct standard_streams {
     standard_streams() {
+        ::signal(SIGXFSZ, SIG_IGN); // a file that may not grow is an error as a full disk is
         auto const closed = [](int stream) { return ::fcntl(stream, F_GETFD) < 0; };
         bool const output = !closed(STDOUT_FILENO);
         for (int const stream : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) // else a file would take its number

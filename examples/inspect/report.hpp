@@ -123,7 +123,8 @@ movement make_movement(From const& from, To const& to, report const& r) {
     movement m{lanes_after(from, to, r.heads), none, none, cpx::lower_bound(from, to, r.elements())};
     for (int rank = 0; rank < from.ranks(); ++rank)
         for (cpx::message const& sent : cpx::relayout(from, to, rank).sends) {
-            index_t const rows = total(sent.rows);
+            auto const& held = m.after[static_cast<std::size_t>(sent.peer)];
+            index_t const rows = From::every_row ? held.rows() : total(sent.rows); // all of a peer, without a list
             index_t const elements = rows * (sent.columns.empty() ? r.elements() : total(sent.columns));
             m.rows[static_cast<std::size_t>(rank)][static_cast<std::size_t>(sent.peer)] += rows;
             m.elements[static_cast<std::size_t>(rank)][static_cast<std::size_t>(sent.peer)] += elements;

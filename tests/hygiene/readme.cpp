@@ -86,8 +86,13 @@ bool is_made(std::string const& word) {
         return is_source("examples/" + file) || is_source("examples/" + file + "/main");
     std::string path = file;
     std::ranges::replace(path, '.', '/');
-    if (file.starts_with("bench.")) return is_source(path);
-    if (file.starts_with("test.") && std::ranges::count(file, '.') == 2) return is_source("tests/" + path.substr(5));
+    auto const stands_in = [&](char const* folder) { // of a preset's build, if the word says where
+        fs::path const place = fs::path(word).parent_path();
+        return place.empty() || place == fs::path("build") / place.parent_path().filename() / folder;
+    };
+    if (file.starts_with("bench.")) return is_source(path) && stands_in("bench");
+    if (file.starts_with("test.") && std::ranges::count(file, '.') == 2)
+        return is_source("tests/" + path.substr(5)) && stands_in("tests");
     if (file.starts_with("tests.")) return fs::is_directory(root / path);
     return true;
 }

@@ -403,6 +403,41 @@ TEST_SUITE("transport") {
         CHECK_MESSAGE(!holds(found.text(), "courtesy  yes"), found.text());
     }
 
+    TEST_CASE("the test of transports takes what is told when the deadline has passed for no courtesy") {
+        struct late_threads {
+            cpx::threads& comm;
+            std::chrono::milliseconds deadline;
+            int rank() const { return comm.rank(); }
+            int ranks() const { return comm.ranks(); }
+            std::unordered_set<std::uint64_t>& agreed() { return comm.agreed(); }
+            void transfer(cpx::identity const& id, std::span<cpx::outgoing const> sends,
+                          std::span<cpx::incoming const> receives) {
+                auto const end = std::chrono::steady_clock::now() + deadline;
+                try {
+                    comm.transfer(id, sends, receives);
+                } catch (cpx::error const&) {
+                    if (deadline < 1min) std::this_thread::sleep_until(end);
+                    throw;
+                }
+            }
+        };
+        auto const found = cpx::testing::check_transport(
+            [](auto const& program, std::chrono::milliseconds deadline) {
+                cpx::threads::run(
+                    2,
+                    [&](cpx::threads& comm) {
+                        late_threads late{comm, deadline};
+                        program(late);
+                    },
+                    deadline);
+            },
+            50ms);
+        auto const told_at_once = [](auto const& f) { return f.property.starts_with("they are told at once"); };
+        CHECK(std::ranges::count_if(found.findings, told_at_once) == 2);
+        for (auto const& f : found.findings)
+            CHECK_MESSAGE((!told_at_once(f) || holds(f.problem, "ms only")), found.text());
+    }
+
     TEST_CASE("a group whose threads the caller starts does what run does") {
         auto const run = [](auto const& program, std::chrono::milliseconds deadline) {
             cpx::threads::group ranks(3, deadline);

@@ -336,8 +336,8 @@ std::optional<verdict> test(property tested, Comm& comm, milliseconds deadline) 
     case property::batches: return alone ? verdict{} : other_batches(comm);
     case property::throws:
         if (last) throw error("testing", "thrown on purpose");
-        return without_last(comm, 2 * deadline, deadline);
-    case property::returns: return last ? verdict{} : without_last(comm, 2 * deadline, deadline);
+        return without_last(comm, 2 * deadline, deadline / 2);
+    case property::returns: return last ? verdict{} : without_last(comm, 2 * deadline, deadline / 2);
     case property::stays_away:
         if (!last) return without_last(comm, 2 * deadline, 2 * deadline);
         if (!alone) std::this_thread::sleep_for(3 * deadline);
@@ -356,6 +356,7 @@ std::optional<verdict> test(property tested, Comm& comm, milliseconds deadline) 
 ///
 /// Ranks may be threads, processes that `run` forks, or processes that all call this function and get a report each
 /// (MPI). Of fewer than 3 ranks it says less. `shortest`: the deadline of a group in which one rank does not come.
+/// Told at once is what is told before half of a deadline has passed.
 /// Hangs where a transport waits without end.
 ///
 ///     auto const found = cpx::testing::check_transport(
