@@ -254,12 +254,15 @@ struct any {
 };
 
 /// The result of a call that has been refused. What is done with it is no second mistake: loops over it, calls of it,
-/// members of what the call would have returned, tensors, shardings and plans, and to pass it on as one of these.
+/// members of what the call would have returned, tensors, their rows, shardings and plans, elements and numbers of
+/// these, and to pass it on as one of these.
 struct refused {
-    static refused const view, data, elements, columns, sharding, rank, ranks, memory, read, hold, rows, batch, runs,
-        run, policy, size, empty, transposed, step, steps, level, plan, set, rows_of, make_tensor, sends, receives,
-        source_rows, target_rows, segments, links, from, to; ///< never defined: what uses them does not compile
+    static refused const view, data, elements, row, columns, sub, count, width, stride, sharding, rank, ranks, memory,
+        read, hold, rows, batch, runs, run, policy, size, empty, transposed, step, steps, level, plan, set, rows_of,
+        make_tensor, sends, receives, sent_rows, source_rows, target_rows, segments, links, from,
+        to; ///< never defined: what uses them does not compile
     template <class X>
+        requires(!std::same_as<X, any>) // which takes it as it takes all else
     operator X() const;
     refused const* begin() const { return nullptr; }
     refused const* end() const { return nullptr; }
@@ -268,10 +271,72 @@ struct refused {
         return {};
     }
     template <class X>
-    refused& operator=(X const&) {
+    refused const& operator[](X const&) const {
+        return *this;
+    }
+    template <class X>
+    refused const& operator=(X const&) const {
+        return *this;
+    }
+    template <class X>
+    refused const& operator+=(X const&) const {
         return *this;
     }
 };
+
+/// Arithmetic and comparisons, which a conversion to any number would leave ambiguous.
+template <class... X>
+concept some_refused = (std::same_as<X, refused> || ...);
+template <class A, class B>
+    requires some_refused<A, B>
+refused operator+(A const&, B const&) {
+    return {};
+}
+template <class A, class B>
+    requires some_refused<A, B>
+refused operator-(A const&, B const&) {
+    return {};
+}
+template <class A, class B>
+    requires some_refused<A, B>
+refused operator*(A const&, B const&) {
+    return {};
+}
+template <class A, class B>
+    requires some_refused<A, B>
+refused operator/(A const&, B const&) {
+    return {};
+}
+template <class A, class B>
+    requires some_refused<A, B>
+refused operator==(A const&, B const&) {
+    return {};
+}
+template <class A, class B>
+    requires some_refused<A, B>
+refused operator!=(A const&, B const&) {
+    return {};
+}
+template <class A, class B>
+    requires some_refused<A, B>
+refused operator<(A const&, B const&) {
+    return {};
+}
+template <class A, class B>
+    requires some_refused<A, B>
+refused operator>(A const&, B const&) {
+    return {};
+}
+template <class A, class B>
+    requires some_refused<A, B>
+refused operator<=(A const&, B const&) {
+    return {};
+}
+template <class A, class B>
+    requires some_refused<A, B>
+refused operator>=(A const&, B const&) {
+    return {};
+}
 
 /// Whether a function of these parameters, and perhaps a `caller`, takes arguments X.
 ///
@@ -286,7 +351,7 @@ inline constexpr bool takes<void(P...), X...> =
 /// False, but only where the template that asserts it is used. Where one of X has been refused before, nothing more is
 /// said. Of a function's own assertions, each stands behind those before it: one mistake is said at a time.
 template <class... X>
-inline constexpr bool never = (std::same_as<X, refused> || ...);
+inline constexpr bool never = some_refused<X...>;
 
 } // namespace cpx::detail
 
@@ -1616,9 +1681,10 @@ void pack(packing const& p, std::type_identity_t<rows<T const>> buffer, rows<T> 
                              packed.sub(p.batch().offset(s), p.batch().length(s)));
 }
 template <class T = void>
-void pack(detail::any = {}, detail::any = {}, detail::any = {}) {
+detail::refused pack(detail::any = {}, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<T>, "cpx: pack(packing, buffer, packed) wants a packing and rows, those written not "
                                     "const; of a tensor data(), of a vector rows(list, width)");
+    return {};
 }
 
 /// Copies the rows of the batch into a padded buffer and zeros into the padding: writes every row of `buffer`.
@@ -1643,9 +1709,10 @@ void unpack(packing const& p, std::type_identity_t<rows<T const>> packed, rows<T
     zero_until(p.buffer_rows());
 }
 template <class T = void>
-void unpack(detail::any = {}, detail::any = {}, detail::any = {}) {
+detail::refused unpack(detail::any = {}, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<T>, "cpx: unpack(packing, packed, buffer) wants a packing and rows, those written not "
                                     "const; of a tensor data(), of a vector rows(list, width)");
+    return {};
 }
 
 } // namespace cpx
@@ -7348,8 +7415,9 @@ void broadcast(Comm& comm, std::span<std::byte> bytes, caller here = caller::her
     detail::transfer(comm, detail::named("broadcast", bytes.size()), sends, receives, here);
 }
 template <class X = detail::any>
-void broadcast(X const& = {}, detail::any = {}, detail::any = {}) {
+detail::refused broadcast(X const& = {}, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<X>, "cpx: broadcast(comm, bytes) wants std::as_writable_bytes(std::span(values))");
+    return {};
 }
 
 } // namespace cpx
@@ -7459,9 +7527,10 @@ void agree(Comm& comm, identity const& mine, plan const& of, caller here = calle
     comm.agreed().insert(mine.fingerprint());
 }
 template <class X = detail::any>
-void agree(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
+detail::refused agree(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<X>,
                   "cpx: agree(comm, mine, of) wants a cpx::transport, the identity of a plan, plan.id, and the plan");
+    return {};
 }
 
 } // namespace cpx
@@ -8196,9 +8265,10 @@ void sum_over_ranks(V&& values, Comm& comm, caller here = caller::here()) {
     detail::exchange_rows(plan, share.data(), all, comm, here, "sum_over_ranks");
 }
 template <class X = detail::any>
-void sum_over_ranks(X const& = {}, detail::any = {}, detail::any = {}) {
+detail::refused sum_over_ranks(X const& = {}, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<X>, "cpx: sum_over_ranks(values, comm) wants a vector, array or span that stays, not "
                                     "const, and a cpx::transport; of a tensor give its elements()");
+    return {};
 }
 
 } // namespace cpx
@@ -8231,9 +8301,10 @@ public:
         run_all(ranks, program, deadline, here);
     }
     template <class X = detail::any>
-    static void run(X const& = {}, detail::any = {}, detail::any = {}) {
+    static detail::refused run(X const& = {}, detail::any = {}, detail::any = {}) {
         static_assert(detail::never<X>, "cpx: threads::run(ranks, program) wants a program that takes its rank: "
                                         "[&](cpx::threads& comm) { ... }");
+        return {};
     }
 
     class group;

@@ -243,4 +243,22 @@ void uses(cpx::threads& comm, cpx::thd const& batch) {
     move.set(batch, batch);
     move(x.view(), y.view());
 }
+
+// Elements, rows and numbers of what has been refused, and calls of it.
+// expect: make_tensor<T>.sharding, rank, width. wants a sharding
+// expect: sharded wants rows of its elements
+// expect: relayout.from, to, rank. wants two shardings
+// expect: exchange.plan, x, comm. wants a relayout_plan
+void computes(zigzag const& from, cpx::threads& comm, std::vector<float>& list) {
+    auto x = cpx::make_tensor(from, comm, 4);
+    x.data().row(0)[0] = 1;
+    auto const seen = cpx::sharded(list, from, 0);
+    static_cast<void>(seen.data()(0, 0) + 1);
+    auto const plan = cpx::relayout(from, 3);
+    if (plan.sent_rows() > 3) return;
+    auto y = cpx::exchange(3, comm);
+    for (cpx::index_t row = 0; row < y.data().count(); ++row) y.data()(row, 0) += 1;
+    if (y.rank() == 0) return;
+    cpx::make_movement<float>(y, from);
+}
 #endif

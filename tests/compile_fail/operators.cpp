@@ -537,6 +537,16 @@ void structs(cpx::tensor<double, zigzag>& x, cpx::tensor<double, sequential>& k)
 // expect: a struct of tensors lacks one, or is given what is none
 auto lacks(view<zigzag> x) { return cpx::delta_rule_tensors<float, zigzag>{x, x.data(), x, x, x, x}; }
 
+// Operators write to what they are given, and return nothing.
+// expect: rotary.x, head_dim, options, y. wants tensors x and y
+// expect: next_token_labels wants a halo_plan
+void returns(cpx::halo_plan<packed> const& plan, cpx::tensor<double, packed>& x, numbers ids, cpx::threads& comm) {
+    auto const turned = cpx::rotary(x, 8, {});
+    cpx::rotary(turned, 8, {}, turned);
+    auto const labels = cpx::next_token_labels(plan, ids, comm);
+    cpx::mean_token_loss(labels, labels, comm);
+}
+
 // expect: a struct of tensors lacks one, or is given what is none
 void incomplete(cpx::tensor<float, sequential>& x, cpx::tensor<double, sequential>& other) {
     auto const without_o = cpx::delta_rule_tensors{x, x, x, x, x};

@@ -343,9 +343,10 @@ void pack(packing const& p, std::type_identity_t<rows<T const>> buffer, rows<T> 
                              packed.sub(p.batch().offset(s), p.batch().length(s)));
 }
 template <class T = void>
-void pack(detail::any = {}, detail::any = {}, detail::any = {}) {
+detail::refused pack(detail::any = {}, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<T>, "cpx: pack(packing, buffer, packed) wants a packing and rows, those written not "
                                     "const; of a tensor data(), of a vector rows(list, width)");
+    return {};
 }
 
 /// Copies the rows of the batch into a padded buffer and zeros into the padding: writes every row of `buffer`.
@@ -370,9 +371,10 @@ void unpack(packing const& p, std::type_identity_t<rows<T const>> packed, rows<T
     zero_until(p.buffer_rows());
 }
 template <class T = void>
-void unpack(detail::any = {}, detail::any = {}, detail::any = {}) {
+detail::refused unpack(detail::any = {}, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<T>, "cpx: unpack(packing, packed, buffer) wants a packing and rows, those written not "
                                     "const; of a tensor data(), of a vector rows(list, width)");
+    return {};
 }
 
 } // namespace cpx

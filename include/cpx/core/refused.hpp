@@ -24,12 +24,15 @@ struct any {
 };
 
 /// The result of a call that has been refused. What is done with it is no second mistake: loops over it, calls of it,
-/// members of what the call would have returned, tensors, shardings and plans, and to pass it on as one of these.
+/// members of what the call would have returned, tensors, their rows, shardings and plans, elements and numbers of
+/// these, and to pass it on as one of these.
 struct refused {
-    static refused const view, data, elements, columns, sharding, rank, ranks, memory, read, hold, rows, batch, runs,
-        run, policy, size, empty, transposed, step, steps, level, plan, set, rows_of, make_tensor, sends, receives,
-        source_rows, target_rows, segments, links, from, to; ///< never defined: what uses them does not compile
+    static refused const view, data, elements, row, columns, sub, count, width, stride, sharding, rank, ranks, memory,
+        read, hold, rows, batch, runs, run, policy, size, empty, transposed, step, steps, level, plan, set, rows_of,
+        make_tensor, sends, receives, sent_rows, source_rows, target_rows, segments, links, from,
+        to; ///< never defined: what uses them does not compile
     template <class X>
+        requires(!std::same_as<X, any>) // which takes it as it takes all else
     operator X() const;
     refused const* begin() const { return nullptr; }
     refused const* end() const { return nullptr; }
@@ -38,10 +41,72 @@ struct refused {
         return {};
     }
     template <class X>
-    refused& operator=(X const&) {
+    refused const& operator[](X const&) const {
+        return *this;
+    }
+    template <class X>
+    refused const& operator=(X const&) const {
+        return *this;
+    }
+    template <class X>
+    refused const& operator+=(X const&) const {
         return *this;
     }
 };
+
+/// Arithmetic and comparisons, which a conversion to any number would leave ambiguous.
+template <class... X>
+concept some_refused = (std::same_as<X, refused> || ...);
+template <class A, class B>
+    requires some_refused<A, B>
+refused operator+(A const&, B const&) {
+    return {};
+}
+template <class A, class B>
+    requires some_refused<A, B>
+refused operator-(A const&, B const&) {
+    return {};
+}
+template <class A, class B>
+    requires some_refused<A, B>
+refused operator*(A const&, B const&) {
+    return {};
+}
+template <class A, class B>
+    requires some_refused<A, B>
+refused operator/(A const&, B const&) {
+    return {};
+}
+template <class A, class B>
+    requires some_refused<A, B>
+refused operator==(A const&, B const&) {
+    return {};
+}
+template <class A, class B>
+    requires some_refused<A, B>
+refused operator!=(A const&, B const&) {
+    return {};
+}
+template <class A, class B>
+    requires some_refused<A, B>
+refused operator<(A const&, B const&) {
+    return {};
+}
+template <class A, class B>
+    requires some_refused<A, B>
+refused operator>(A const&, B const&) {
+    return {};
+}
+template <class A, class B>
+    requires some_refused<A, B>
+refused operator<=(A const&, B const&) {
+    return {};
+}
+template <class A, class B>
+    requires some_refused<A, B>
+refused operator>=(A const&, B const&) {
+    return {};
+}
 
 /// Whether a function of these parameters, and perhaps a `caller`, takes arguments X.
 ///
@@ -56,6 +121,6 @@ inline constexpr bool takes<void(P...), X...> =
 /// False, but only where the template that asserts it is used. Where one of X has been refused before, nothing more is
 /// said. Of a function's own assertions, each stands behind those before it: one mistake is said at a time.
 template <class... X>
-inline constexpr bool never = (std::same_as<X, refused> || ...);
+inline constexpr bool never = some_refused<X...>;
 
 } // namespace cpx::detail

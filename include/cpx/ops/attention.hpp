@@ -147,10 +147,11 @@ void attention(Q const& q, K const& k, V const& v, attention_heads const& heads,
                                                                                     scale, o.view(), lse, here);
 }
 template <class X = detail::any>
-void attention(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
-               detail::any = {}, detail::any = {}) {
+detail::refused attention(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
+                          detail::any = {}, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<X>, "cpx: attention(q, k, v, heads, scale, o) wants tensors q, k, v and o, and then "
                                     "perhaps rows for lse; view other memory as sharded(rows, sharding, rank)");
+    return {};
 }
 
 } // namespace cpx

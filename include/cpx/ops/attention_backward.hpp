@@ -104,10 +104,11 @@ void attention_delta(O const& o, D const& dout, index_t dim, Y&& delta, caller h
         detail::sum_delta<element_of<O>, sharding_of<O>, memory_of<O>>(o.view(), dout.view(), dim, delta.view(), here);
 }
 template <class X = detail::any>
-void attention_delta(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
+detail::refused attention_delta(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
     static_assert(
         detail::never<X>,
         "cpx: attention_delta(o, dout, dim, delta) wants tensors; view other memory as sharded(rows, sharding, rank)");
+    return {};
 }
 
 namespace detail {
@@ -179,11 +180,12 @@ void attention_backward_queries(attention_queries<T, Q, M> const& from, K const&
                                                                  here);
 }
 template <class X>
-void attention_backward_queries(detail::any, X const&, detail::any = {}, detail::any = {}, detail::any = {},
-                                detail::any = {}, detail::any = {}) {
+detail::refused attention_backward_queries(detail::any, X const&, detail::any = {}, detail::any = {}, detail::any = {},
+                                           detail::any = {}, detail::any = {}) {
     static_assert(detail::never<X>,
                   "cpx: attention_backward_queries(queries, k, v, heads, scale, dq) wants attention_queries of q, "
                   "dout, lse and delta, and tensors; view other memory as sharded(rows, sharding, rank)");
+    return {};
 }
 
 namespace detail {
@@ -291,12 +293,13 @@ void attention_backward_keys(attention_queries<T, Q, M> const& from, K const& k,
                                                  here);
 }
 template <class X>
-void attention_backward_keys(detail::any, X const&, detail::any = {}, detail::any = {}, detail::any = {},
-                             detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
+detail::refused attention_backward_keys(detail::any, X const&, detail::any = {}, detail::any = {}, detail::any = {},
+                                        detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
     static_assert(
         detail::never<X>,
         "cpx: attention_backward_keys(queries, k, v, heads, scale, dk, dv, comm) wants attention_queries of q, dout, "
         "lse and delta, tensors, and a cpx::transport; view other memory as sharded(rows, sharding, rank)");
+    return {};
 }
 
 } // namespace cpx

@@ -58,9 +58,10 @@ public:
         if constexpr (fits) keep<sharding_of<K>>(k.view(), v.view(), here);
     }
     template <class X = detail::any>
-    void append(X const& = {}, detail::any = {}, detail::any = {}) {
+    detail::refused append(X const& = {}, detail::any = {}, detail::any = {}) {
         static_assert(detail::never<X>, "cpx: append(k, v) wants two tensors; view other memory as sharded(rows, "
                                         "sharding, rank)");
+        return {};
     }
 
     /// Returns how many tokens of a sequence have come, on all ranks: where its next one stands.
@@ -192,10 +193,11 @@ public:
         if constexpr (fits && there) run<T, M>(cache, q.view(), scale, o.view(), comm, here);
     }
     template <class X>
-    void operator()(X const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
-                    detail::any = {}) const {
+    detail::refused operator()(X const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
+                               detail::any = {}) const {
         static_assert(detail::never<X>, "cpx: attend(cache, q, scale, o, comm) of a cached_attention wants an "
                                         "attention_cache, two tensors and a transport");
+        return {};
     }
 
 private:

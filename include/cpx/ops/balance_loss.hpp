@@ -144,10 +144,12 @@ void balance_loss_backward(balance_loss<T> const& of_batch, expert_choices<T> co
 }
 
 template <class X, class Y>
-void balance_loss_backward(X const&, Y const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
+detail::refused balance_loss_backward(X const&, Y const&, detail::any = {}, detail::any = {}, detail::any = {},
+                                      detail::any = {}) {
     static_assert(detail::never<Y>,
                   "cpx: balance_loss_backward(loss, of, sharding, dloss, dlogits) wants the expert_choices and "
                   "the sharding of the loss, and rows of its elements for dlogits");
+    return {};
 }
 
 } // namespace cpx

@@ -190,12 +190,13 @@ void causal_conv1d(halo_plan<S> const& plan, X const& x, rows_or_list<element_of
 }
 
 template <class Plan = detail::any>
-void causal_conv1d(Plan const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
-                   detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
+detail::refused causal_conv1d(Plan const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
+                              detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<Plan>,
                   "cpx: causal_conv1d wants a halo_plan, a tensor x, weight and bias of its elements, an "
                   "activation, a tensor y, and a cpx::transport of their memory; make the plan with "
                   "halo(x.sharding(), ...)");
+    return {};
 }
 
 /// What the backward of a causal convolution computes. Each but dx may be left empty.
@@ -337,12 +338,14 @@ void causal_conv1d_backward(halo_plan<S> const& before, halo_plan<A> const& afte
     }
 }
 template <class Plan = detail::any>
-void causal_conv1d_backward(Plan const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
-                            detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
+detail::refused causal_conv1d_backward(Plan const& = {}, detail::any = {}, detail::any = {}, detail::any = {},
+                                       detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
+                                       detail::any = {}, detail::any = {}) {
     static_assert(detail::never<Plan>,
                   "cpx: causal_conv1d_backward wants two halo_plans, a tensor x, weight and bias of its elements, "
                   "an activation, a tensor dy, gradients and a cpx::transport of their memory; make the plans "
                   "with halo(x.sharding(), ...)");
+    return {};
 }
 
 } // namespace cpx

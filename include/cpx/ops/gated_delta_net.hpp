@@ -201,11 +201,12 @@ public:
             forward<T, memory_of<X>>(w, x.view(), y.view(), detail::layers_of<T>(by), memory, here);
     }
     template <class X>
-    void operator()(X const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
-                    detail::any = {}) const {
+    detail::refused operator()(X const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
+                               detail::any = {}) const {
         static_assert(detail::never<X>,
                       "cpx: a gated_delta_net takes its weights, tensors x and y and a cpx::transport, then perhaps "
                       "its memory; view other memory as sharded(rows, sharding, rank)");
+        return {};
     }
 
 private:

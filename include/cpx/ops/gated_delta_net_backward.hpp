@@ -138,11 +138,12 @@ void gated_delta_net_backward(gated_delta_net<How, S, Mix> const& net, gated_del
                                                                       detail::layers_of<T>(by), here);
 }
 template <class X = detail::any>
-void gated_delta_net_backward(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
-                              detail::any = {}, detail::any = {}, detail::any = {}) {
+detail::refused gated_delta_net_backward(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {},
+                                         detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<X>, "cpx: gated_delta_net_backward(net, weights, x, saved, dy, gradients, comm) wants "
                                     "the layer, its weights, tensors x and dy, what its forward saved, gradients and a "
                                     "cpx::transport; view other memory as sharded(rows, sharding, rank)");
+    return {};
 }
 
 } // namespace cpx

@@ -154,11 +154,13 @@ void gated_delta_rule(carry_plan<How, S> const& plan, delta_rule_tensors<T, X, M
     }
 }
 template <class Plan = detail::any>
-void gated_delta_rule(Plan const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
-                      detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
+detail::refused gated_delta_rule(Plan const& = {}, detail::any = {}, detail::any = {}, detail::any = {},
+                                 detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
+                                 detail::any = {}, detail::any = {}) {
     static_assert(detail::never<Plan>,
                   "cpx: gated_delta_rule wants a carry_plan, delta_rule_tensors, heads, options and a "
                   "cpx::transport; make the plan with carry<scan>(q.sharding(), ...)");
+    return {};
 }
 
 } // namespace cpx

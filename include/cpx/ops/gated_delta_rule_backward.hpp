@@ -72,12 +72,13 @@ void gated_delta_rule_backward(carry_plan<How, S> const& plan, delta_rule_tensor
     }
 }
 template <class Plan = detail::any>
-void gated_delta_rule_backward(Plan const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
-                               detail::any = {}, detail::any = {}) {
+detail::refused gated_delta_rule_backward(Plan const& = {}, detail::any = {}, detail::any = {}, detail::any = {},
+                                          detail::any = {}, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<Plan>,
                   "cpx: gated_delta_rule_backward wants a carry_plan, the forward's delta_rule_tensors, "
                   "delta_rule_gradient_tensors, heads, options and a cpx::transport; make the plan with "
                   "carry<scan>(q.sharding(), ...)");
+    return {};
 }
 
 } // namespace cpx

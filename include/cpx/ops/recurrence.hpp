@@ -273,10 +273,11 @@ void recur(carry_plan<How, S> const& plan, R const& r, recurrence_tensors<T, X, 
     }
 }
 template <class Plan = detail::any>
-void recur(Plan const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
+detail::refused recur(Plan const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<Plan>,
                   "cpx: recur wants a carry_plan, a recurrence, recurrence_tensors and a cpx::transport; make the "
                   "plan with carry<scan>(sharding, rank)");
+    return {};
 }
 
 /// Computes the gradients of `recur`.
@@ -308,11 +309,12 @@ void recur_backward(carry_plan<How, S> const& plan, R const& r, recurrence_tenso
     }
 }
 template <class Plan = detail::any>
-void recur_backward(Plan const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
-                    detail::any = {}) {
+detail::refused recur_backward(Plan const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
+                               detail::any = {}) {
     static_assert(detail::never<Plan>,
                   "cpx: recur_backward wants a carry_plan, a recurrence, recurrence_tensors, "
                   "recurrence_gradients and a cpx::transport; make the plan with carry<scan>(sharding, rank)");
+    return {};
 }
 
 } // namespace cpx

@@ -83,10 +83,12 @@ void rotary(sharded_positions<S> const& positions, X const& x, index_t head_dim,
     detail::rotate_sharded<false>(positions, x, head_dim, pairs, std::forward<Y>(y), here);
 }
 template <class X = detail::any>
-void rotary(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
+detail::refused rotary(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
+                       detail::any = {}) {
     static_assert(detail::never<X>,
                   "cpx: rotary(x, head_dim, options, y) wants tensors x and y, and rotary(positions, x, head_dim, "
                   "pairs, y) sharded_positions first; view other memory as sharded(rows, sharding, rank)");
+    return {};
 }
 
 /// Computes dx from dy, the gradients of `rotary`: rotates back. Arguments and errors as there; dx may be dy.
@@ -97,12 +99,13 @@ void rotary_backward(sharded_positions<S> const& positions, X const& dy, index_t
     detail::rotate_sharded<true>(positions, dy, head_dim, pairs, std::forward<Y>(dx), here);
 }
 template <class X = detail::any>
-void rotary_backward(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
-                     detail::any = {}) {
+detail::refused rotary_backward(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
+                                detail::any = {}) {
     static_assert(
         detail::never<X>,
         "cpx: rotary_backward(dy, head_dim, options, dx) wants tensors dy and dx, and rotary_backward(positions, dy, "
         "head_dim, pairs, dx) sharded_positions first; view other memory as sharded(rows, sharding, rank)");
+    return {};
 }
 
 } // namespace cpx

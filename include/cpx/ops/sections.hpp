@@ -112,10 +112,11 @@ void add_local_rows(S const& sharding, int rank, std::span<section const> sectio
     detail::add_held_rows(host_memory(), sharding, rank, sections, local, weight, here);
 }
 template <class X = detail::any>
-void add_local_rows(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
-                    detail::any = {}) {
+detail::refused add_local_rows(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
+                               detail::any = {}) {
     static_assert(detail::never<X>, "cpx: add_local_rows(sharding, rank, sections, local, weight) wants a sharding, "
                                     "this rank, sections, and rows of its share and of the weight: rows(list, width)");
+    return {};
 }
 
 } // namespace cpx

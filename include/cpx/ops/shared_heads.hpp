@@ -130,10 +130,11 @@ void sum_readers(S const& sharding, index_t shared, index_t readers, index_t wid
     }
 }
 template <class T = void, class X = detail::any>
-void sum_readers(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
-                 detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
+detail::refused sum_readers(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
+                            detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<X>, "cpx: sum_readers<T>(sharding, shared, readers, width, terms, sums, comm) "
                                     "wants rows of terms, not const, a list of rows of sums and a cpx::transport");
+    return {};
 }
 
 } // namespace cpx

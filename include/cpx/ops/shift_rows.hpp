@@ -89,11 +89,12 @@ void shift_rows(halo_plan<S> const& plan, X const& x, Y&& y, Comm& comm, element
     }
 }
 template <class Plan = detail::any>
-void shift_rows(Plan const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
-                detail::any = {}) {
+detail::refused shift_rows(Plan const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
+                           detail::any = {}) {
     static_assert(detail::never<Plan>,
                   "cpx: shift_rows wants a halo_plan, tensors x and y, and a cpx::transport; make the plan with "
                   "halo(x.sharding(), rank, k, side::after)");
+    return {};
 }
 
 } // namespace cpx

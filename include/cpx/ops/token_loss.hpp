@@ -55,10 +55,12 @@ void next_token_labels(halo_plan<S> const& plan, X const& tokens, Y&& labels, Co
     if constexpr (fits && writes) detail::shift_labels<S>(plan, tokens.view(), labels.view(), comm, here);
 }
 template <class Plan = detail::any>
-void next_token_labels(Plan const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
+detail::refused next_token_labels(Plan const& = {}, detail::any = {}, detail::any = {}, detail::any = {},
+                                  detail::any = {}) {
     static_assert(detail::never<Plan>,
                   "cpx: next_token_labels wants a halo_plan, tensors of tokens and labels, and a cpx::transport; "
                   "make the plan with halo(tokens.sharding(), rank, 1, side::after)");
+    return {};
 }
 
 /// The weighted mean of -log p over the tokens of the whole batch, and the sum of their weights: without weights, the
@@ -205,11 +207,12 @@ void mean_token_loss_backward(token_loss const& loss, X const& labels, double up
         detail::spread_loss<element_of<Y>, sharding_of<X>>(loss, labels.view(), upstream, dlogp.view(), weights, here);
 }
 template <class X = detail::any>
-void mean_token_loss_backward(detail::any, X const&, detail::any = {}, detail::any = {}, detail::any = {},
-                              detail::any = {}) {
+detail::refused mean_token_loss_backward(detail::any, X const&, detail::any = {}, detail::any = {}, detail::any = {},
+                                         detail::any = {}) {
     static_assert(detail::never<X>,
                   "cpx: mean_token_loss_backward(loss, labels, upstream, dlogp) wants what the forward returned, and "
                   "tensors; view other memory as sharded(rows(list, 1), sharding, rank)");
+    return {};
 }
 
 } // namespace cpx

@@ -50,9 +50,10 @@ void put_features(sharded_positions<S> const& positions, media_kind kind, F cons
                                 [](auto* row, auto const* feature, index_t n) { std::copy_n(feature, n, row); });
 }
 template <class X = detail::any>
-void put_features(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
+detail::refused put_features(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<X>, "cpx: put_features(positions, kind, features, x) wants sharded_positions, a "
                                     "media_kind, and tensors; view other memory as sharded(rows, sharding, rank)");
+    return {};
 }
 
 /// Takes the gradients of features out of dx: their rows become 0, because what stood there before does not matter.
@@ -73,10 +74,12 @@ void put_features_backward(sharded_positions<S> const& positions, media_kind kin
                                 });
 }
 template <class X = detail::any>
-void put_features_backward(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
+detail::refused put_features_backward(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {},
+                                      detail::any = {}) {
     static_assert(detail::never<X>,
                   "cpx: put_features_backward(positions, kind, dx, dfeatures) wants sharded_positions, a media_kind, "
                   "and tensors; view other memory as sharded(rows, sharding, rank)");
+    return {};
 }
 
 /// Adds features to the rows of x at their placeholders, as deepstack does behind the first layers. All else as in
@@ -96,9 +99,10 @@ void add_features(sharded_positions<S> const& positions, media_kind kind, F cons
                                 });
 }
 template <class X = detail::any>
-void add_features(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
+detail::refused add_features(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<X>, "cpx: add_features(positions, kind, features, x) wants sharded_positions, a "
                                     "media_kind, and tensors; view other memory as sharded(rows, sharding, rank)");
+    return {};
 }
 
 /// Copies the gradients of features that were added; dx stays as it is, the gradient of x.
@@ -115,10 +119,12 @@ void add_features_backward(sharded_positions<S> const& positions, media_kind kin
                                 [](auto const* row, auto* feature, index_t n) { std::copy_n(row, n, feature); });
 }
 template <class X = detail::any>
-void add_features_backward(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
+detail::refused add_features_backward(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {},
+                                      detail::any = {}) {
     static_assert(detail::never<X>,
                   "cpx: add_features_backward(positions, kind, dx, dfeatures) wants sharded_positions, a media_kind, "
                   "and tensors; view other memory as sharded(rows, sharding, rank)");
+    return {};
 }
 
 } // namespace cpx

@@ -112,9 +112,10 @@ void agree(Comm& comm, identity const& mine, plan const& of, caller here = calle
     comm.agreed().insert(mine.fingerprint());
 }
 template <class X = detail::any>
-void agree(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
+detail::refused agree(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<X>,
                   "cpx: agree(comm, mine, of) wants a cpx::transport, the identity of a plan, plan.id, and the plan");
+    return {};
 }
 
 } // namespace cpx

@@ -102,8 +102,9 @@ void broadcast(Comm& comm, std::span<std::byte> bytes, caller here = caller::her
     detail::transfer(comm, detail::named("broadcast", bytes.size()), sends, receives, here);
 }
 template <class X = detail::any>
-void broadcast(X const& = {}, detail::any = {}, detail::any = {}) {
+detail::refused broadcast(X const& = {}, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<X>, "cpx: broadcast(comm, bytes) wants std::as_writable_bytes(std::span(values))");
+    return {};
 }
 
 } // namespace cpx

@@ -34,9 +34,10 @@ void sum_over_ranks(V&& values, Comm& comm, caller here = caller::here()) {
     detail::exchange_rows(plan, share.data(), all, comm, here, "sum_over_ranks");
 }
 template <class X = detail::any>
-void sum_over_ranks(X const& = {}, detail::any = {}, detail::any = {}) {
+detail::refused sum_over_ranks(X const& = {}, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<X>, "cpx: sum_over_ranks(values, comm) wants a vector, array or span that stays, not "
                                     "const, and a cpx::transport; of a tensor give its elements()");
+    return {};
 }
 
 } // namespace cpx

@@ -41,9 +41,10 @@ public:
         run_all(ranks, program, deadline, here);
     }
     template <class X = detail::any>
-    static void run(X const& = {}, detail::any = {}, detail::any = {}) {
+    static detail::refused run(X const& = {}, detail::any = {}, detail::any = {}) {
         static_assert(detail::never<X>, "cpx: threads::run(ranks, program) wants a program that takes its rank: "
                                         "[&](cpx::threads& comm) { ... }");
+        return {};
     }
 
     class group;
