@@ -278,10 +278,6 @@ struct refused {
     refused const& operator=(X const&) const {
         return *this;
     }
-    template <class X>
-    refused const& operator+=(X const&) const {
-        return *this;
-    }
 };
 
 /// Arithmetic and comparisons, which a conversion to any number would leave ambiguous.
@@ -305,6 +301,31 @@ refused operator*(A const&, B const&) {
 template <class A, class B>
     requires some_refused<A, B>
 refused operator/(A const&, B const&) {
+    return {};
+}
+template <class A, class B>
+    requires some_refused<A, B>
+refused operator%(A const&, B const&) {
+    return {};
+}
+template <class A, class B>
+    requires some_refused<std::remove_cvref_t<A>, B>
+refused operator+=(A&&, B const&) {
+    return {};
+}
+template <class A, class B>
+    requires some_refused<std::remove_cvref_t<A>, B>
+refused operator-=(A&&, B const&) {
+    return {};
+}
+template <class A, class B>
+    requires some_refused<std::remove_cvref_t<A>, B>
+refused operator*=(A&&, B const&) {
+    return {};
+}
+template <class A, class B>
+    requires some_refused<std::remove_cvref_t<A>, B>
+refused operator/=(A&&, B const&) {
     return {};
 }
 template <class A, class B>
