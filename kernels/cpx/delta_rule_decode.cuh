@@ -2,6 +2,7 @@
 // A token each of many sequences: the gated delta rule or a decay a head from state to state, float sums.
 #pragma once
 
+#include <cpx/array.cuh>
 #include <cpx/delta_rule_plan.cuh>
 #include <cpx/pack.cuh>
 
@@ -29,7 +30,7 @@ inline constexpr int decode_warps = 8;
 /// Loads a thread's V channels of a state, of those keys; zeros of what is not `held`.
 template <int R, int V>
 __device__ __forceinline__ void load_channels(float const* state, int keys, int stride, int warp, bool held,
-                                              float (&s)[R][V]) {
+                                              array<float, R, V>& s) {
 #pragma unroll
     for (int r = 0; r < R; ++r) {
         int const key = warp + decode_warps * r;
@@ -47,7 +48,7 @@ __device__ __forceinline__ void load_channels(float const* state, int keys, int 
 /// Stores them where they were, k fresh^T added.
 template <int R, int V>
 __device__ __forceinline__ void store_channels(float* state, int keys, int stride, int warp, float const* k,
-                                               float const (&fresh)[V], float (&s)[R][V]) {
+                                               array<float, V> const& fresh, array<float, R, V>& s) {
 #pragma unroll
     for (int r = 0; r < R; ++r) {
         int const key = warp + decode_warps * r;
@@ -64,8 +65,8 @@ __device__ __forceinline__ void store_channels(float* state, int keys, int strid
 
 /// Adds over the warps of a block, in their order, what lanes have of two sums; every warp gets the same bits.
 template <int V>
-__device__ __forceinline__ void add_over_warps(float (&sums)[2][decode_warps][32 * V], int warp, int lane,
-                                               float (&first)[V], float (&second)[V]) {
+__device__ __forceinline__ void add_over_warps(array<float, 2, decode_warps, 32 * V>& sums, int warp, int lane,
+                                               array<float, V>& first, array<float, V>& second) {
 #pragma unroll
     for (int i = 0; i < V; ++i) {
         sums[0][warp][32 * i + lane] = first[i];
@@ -91,7 +92,8 @@ __device__ __forceinline__ void add_over_warps(float (&sums)[2][decode_warps][32
 template <class T, int R, int V>
 __global__ void __launch_bounds__(256) delta_rule_decode(delta_decode<T> const in, float* states, delta_rows<T> o) {
     constexpr int warps = delta::decode_warps;
-    __shared__ float keys[warps * R], queries[warps * R], sums[2][warps][32 * V];
+    __shared__ float keys[warps * R], queries[warps * R];
+    __shared__ array<float, 2, warps, 32 * V> sums;
     int const row = static_cast<int>(blockIdx.x), head = static_cast<int>(blockIdx.y), heads = in.key_heads * in.group;
     int const thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
     int const column = (static_cast<int>(blockIdx.z) * 32 + lane) * V;
@@ -99,8 +101,8 @@ __global__ void __launch_bounds__(256) delta_rule_decode(delta_decode<T> const i
     if (slot < 0) return;
     float* const state = states + (slot * heads + head) * in.key_dim * in.value_dim + column;
     bool const held = column < in.value_dim;
-    float s[R][V];
-    delta::load_channels(state, in.key_dim, in.value_dim, warp, held, s);
+    array<float, R, V> s;
+    delta::load_channels<R, V>(state, in.key_dim, in.value_dim, warp, held, s);
     for (int i = thread; i < warps * R; i += 256) {
         std::int64_t const channel = std::int64_t{head / in.group} * in.key_dim + i;
         keys[i] = i < in.key_dim ? widen(in.k.at(row)[channel]) : 0.0f;
@@ -112,7 +114,8 @@ __global__ void __launch_bounds__(256) delta_rule_decode(delta_decode<T> const i
     for (int i = 0; i < V; ++i)
         value[i] = held ? widen(in.v.at(row)[std::int64_t{head} * in.value_dim + column + i]) : 0.0f;
     __syncthreads();
-    float stored[V] = {}, read[V] = {}, match = 0; // K S, Q S, and q k
+    array<float, V> stored = {}, read = {}; // K S, Q S
+    float match = 0;                        // q k
 #pragma unroll
     for (int r = 0; r < R; ++r) {
         float const k = keys[warp + warps * r], q = queries[warp + warps * r];
@@ -126,8 +129,8 @@ __global__ void __launch_bounds__(256) delta_rule_decode(delta_decode<T> const i
     for (int i = lane; i < warps * R; i += 32) match = fmaf(queries[i], keys[i], match);
 #pragma unroll
     for (int apart = 16; apart > 0; apart /= 2) match += __shfl_xor_sync(~0u, match, apart);
-    delta::add_over_warps(sums, warp, lane, stored, read);
-    float fresh[V];
+    delta::add_over_warps<V>(sums, warp, lane, stored, read);
+    array<float, V> fresh;
 #pragma unroll
     for (int i = 0; i < V; ++i) fresh[i] = in.erases ? beta * (value[i] - stored[i]) : value[i];
     if (!held) return;
@@ -136,7 +139,7 @@ __global__ void __launch_bounds__(256) delta_rule_decode(delta_decode<T> const i
         for (int i = 0; i < V; ++i)
             o.at(row)[std::int64_t{head} * in.value_dim + column + i] =
                 static_cast<T>(in.scale * fmaf(match, fresh[i], read[i]));
-    delta::store_channels(state, in.key_dim, in.value_dim, warp, keys, fresh, s);
+    delta::store_channels<R, V>(state, in.key_dim, in.value_dim, warp, keys, fresh, s);
 }
 
 } // namespace cpx::kernels
