@@ -193,10 +193,11 @@ def _taken(where, what, given, kind, base):
     if isinstance(given, kind):
         return given
     made_by = f"cpx.torch.{kind.__name__.lower()}"
+    its = "cpx.run" if base is cpx.Communicator else f"cpx.{kind.__name__.lower()}"
     if torch.compiler.is_compiling():
         raise Error(where, what, f"one of {made_by}, made outside of what is compiled", "another object")
     if not isinstance(given, base):
-        raise Error(where, what, f"one of {made_by} or of cpx.{kind.__name__.lower()}", type(given).__name__)
+        raise Error(where, what, f"one of {made_by} or of {its}", type(given).__name__)
     return kind(given)
 
 
