@@ -293,6 +293,7 @@ def test_megatron_rows_of_one_length_keep_their_batch(balanced, ranks):
             megatron.tensor_a2a_cp2hp(x[..., :7], 0, -1, comm)
         with pytest.raises(cpx.Error, match="seq_dim, head_dim"):
             megatron.tensor_a2a_cp2hp(x, 1, -1, comm)
+        assert megatron.tensor_a2a_cp2hp(x, 0, -1, None) is x  # as Megatron has it, of no group
 
     cpx.run(ranks, program)
 
