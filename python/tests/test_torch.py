@@ -3,11 +3,13 @@
 
 import gc
 import importlib.util
+import inspect
 import os
 import subprocess
 import sys
 import time
 import tracemalloc
+import typing
 import xml.dom.minidom
 from pathlib import Path
 
@@ -630,6 +632,14 @@ def test_a_checkpoint_computes_the_same_bits_again(reentrant):
         return same(layer.gradients(comm, call), layer.gradients(comm, Layer.forward))
 
     assert all(cpx.run(2, program))
+
+
+def test_every_function_says_the_types_of_its_arguments():
+    for name in ct.__all__:
+        function = getattr(ct, name)
+        if inspect.isfunction(function):
+            told = typing.get_type_hints(function)
+            assert {*inspect.signature(function).parameters, "return"} == set(told), name
 
 
 def test_a_double_backward_is_refused_by_name():
