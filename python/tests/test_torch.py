@@ -691,6 +691,9 @@ def wrong_calls(comm):
     yield "exchange: x: expected a torch.Tensor, got ndarray", lambda: ct.exchange(x.numpy(), relayout, comm)
     yield "exchange: x: expected a torch.Tensor, got NoneType", lambda: ct.exchange(None, relayout, comm)
     yield "exchange: comm: expected one of cpx.torch.communicator or of cpx.run", lambda: ct.exchange(x, relayout, None)
+    yield "causal_conv1d: order: expected .*got 'by_column'", (
+        lambda: ct.causal_conv1d(x, w, halo, comm, order="by_column")
+    )
     yield "causal_conv1d: weight: expected a torch.Tensor", lambda: ct.causal_conv1d(x, None, halo, comm)
     yield "gated_delta_rule: q: expected", lambda: ct.gated_delta_rule(None, *delta[1:], carry, comm)
     yield "exchange: layout of x", lambda: ct.exchange(x.to_sparse(), relayout, comm)

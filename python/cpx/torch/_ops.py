@@ -219,6 +219,8 @@ def causal_conv1d(
     """
     where = "causal_conv1d"
     comm, plan = taken_comm(where, comm), taken_plan(where, plan, Halo)
+    if order not in ("by_rank", "by_row"):  # which the backward alone would find out
+        raise Error(where, "order", '"by_rank", "by_row"', repr(order))
     recorded = check(where, comm.device, x=x, weight=weight, bias=bias)
     return _conv_op(recorded, x, weight, bias, activation, order, plan.handle, comm.handle)
 
