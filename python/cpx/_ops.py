@@ -463,8 +463,11 @@ class AttentionHeads(NamedTuple):
     dim: int
 
 
-def _scale(scale, heads):
-    return 1 / math.sqrt(heads[2]) if scale is None else scale
+def _attended(where, heads, scale):
+    """Returns heads as numbers, and scale or its default."""
+    require(len(heads) == 3, where, "heads", "AttentionHeads(query_heads, key_heads, dim)", heads)
+    heads = tuple(int(n) for n in heads)
+    return heads, 1 / math.sqrt(max(heads[2], 1)) if scale is None else scale
 
 
 def attention(
@@ -489,10 +492,11 @@ def attention(
     takes what the backward needs. No communication: relayout q, k and v first. comm: of ranks with arrays on devices,
     which have float32, bfloat16 and float16, and lse of float32.
     """
+    heads, scale = _attended("attention", heads, scale)
     given, q = q, bare("attention", "q", q, queries, rank)
     k, v = bare("attention", "k", k, keys, rank), bare("attention", "v", v, keys, rank)
     o = _result(q, bare("attention", "out", out, queries, rank), _shape("attention", "q", q))
-    _ext.attention(queries, keys, rank, q, k, v, tuple(heads), _scale(scale, heads), o, lse, comm)
+    _ext.attention(queries, keys, rank, q, k, v, heads, scale, o, lse, comm)
     return labelled(given, finish(q, o), queries, rank)
 
 
@@ -518,7 +522,8 @@ def attention_backward(
     dk and dv are this rank's share of all keys' gradients where queries are sharded by tokens: the transposed plan of
     the keys' relayout adds them in rank order. Collective where query heads of one group are on several ranks.
     """
-    where, scale, rank, of_q, of_k = "attention_backward", _scale(scale, heads), comm.rank, q, k
+    where, rank, of_q, of_k = "attention_backward", comm.rank, q, k
+    heads, scale = _attended(where, heads, scale)
     q, o, do = (bare(where, name, x, queries, rank) for name, x in (("q", q), ("o", o), ("do", do)))
     k, v = bare(where, "k", k, keys, rank), bare(where, "v", v, keys, rank)
     dq, dk, dv = (
@@ -527,7 +532,7 @@ def attention_backward(
         bare(where, "dv", dv, keys, rank),
     )
     to_q, to_k, to_v = (_result(x, d, _shape(where, "q, k and v", x)) for x, d in ((q, dq), (k, dk), (v, dv)))
-    _ext.attention_backward(queries, keys, q, k, v, o, lse, do, tuple(heads), scale, to_q, to_k, to_v, comm)
+    _ext.attention_backward(queries, keys, q, k, v, o, lse, do, heads, scale, to_q, to_k, to_v, comm)
     of_keys = (labelled(of_k, finish(k, d), keys, rank) for d in (to_k, to_v))
     return labelled(of_q, finish(q, to_q), queries, rank), *of_keys
 

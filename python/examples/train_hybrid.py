@@ -43,8 +43,7 @@ class Plans:
         qkv = cpx.head_sharded(comm.ranks, batch, [(heads, dim)] * 3)  # every rank: whole sequences of some heads
         out = cpx.head_sharded(comm.ranks, batch, [(heads, dim)])
         self.batch, self.comm = batch, comm
-        self.before, self.next = ct.halo(rows, comm, taps - 1), ct.halo(rows, comm, 1, "after")
-        self.carry = ct.carry(rows, comm)
+        self.before, self.carry = ct.halo(rows, comm, taps - 1), ct.carry(rows, comm)
         self.to_heads, self.to_rows = ct.relayout(rows, qkv, comm), ct.relayout(out, rows, comm)
 
 
@@ -128,6 +127,13 @@ def packings(text, steps, tokens=320):
         yield cpx.thd.from_lengths(lengths), torch.cat([text[s : s + n] for s, n in zip(starts, lengths)])
 
 
+def labels_of(whole, batch):
+    """Returns the token that follows each of a batch, and `ignored` behind the last one of a sequence."""
+    labels = whole.roll(-1)
+    labels[torch.from_numpy(batch.offsets[1:] - 1)] = ignored
+    return labels
+
+
 def train(comm, model, text, steps):
     """Returns the loss of every step, the same on all ranks."""
     comm = ct.communicator(comm)
@@ -136,8 +142,8 @@ def train(comm, model, text, steps):
     losses = []
     for step, (batch, whole) in enumerate(packings(text, steps)):
         at = Plans(batch, comm)
-        tokens = whole[torch.from_numpy(at.rows.global_rows(comm.rank))].to(comm.device)
-        labels = ct.shift_rows(tokens, at.next, comm, fill=ignored)
+        own = torch.from_numpy(at.rows.global_rows(comm.rank))
+        tokens, labels = (x[own].to(comm.device) for x in (whole, labels_of(whole, batch)))
         loss = F.cross_entropy(model(tokens, at), labels, ignore_index=ignored, reduction="sum")
         loss = loss / (batch.tokens - batch.sequences)  # every rank has its share of the mean
         optimizer.zero_grad()
@@ -151,7 +157,11 @@ def train(comm, model, text, steps):
 
 def summed(loss, parameters, comm):
     """Sums gradients over the ranks, and the loss, which it returns."""
-    sums = ct.sum_over_ranks(torch.cat([loss.view(1), *(p.grad.flatten() for p in parameters)]), comm)
+    sums = torch.cat([loss.view(1), *(p.grad.flatten() for p in parameters)])
+    if comm.device.type == "cpu":
+        sums = ct.sum_over_ranks(sums, comm)
+    else:
+        torch.distributed.all_reduce(sums)
     loss, *parts = sums.split([1, *(p.numel() for p in parameters)])
     for p, gradient in zip(parameters, parts):
         p.grad.copy_(gradient.view_as(p))
@@ -223,6 +233,7 @@ def main():
         torch.distributed.init_process_group("nccl")
         comm = ct.communicator()
         runs = {named(comm.ranks): train(comm, model, text, args.steps)}
+        comm.of.leave()
         torch.distributed.destroy_process_group()
         if comm.rank > 0:
             return

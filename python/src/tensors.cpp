@@ -44,7 +44,8 @@ nb::object gradient_wanted(nb::tuple const& tensors, nb::handle plain) {
     return nb::bool_(wanted);
 }
 
-nb::object gradient_wanted_of(nb::dict const& tensors, nb::handle plain, int type, int id, nb::tuple const& sums) {
+nb::object gradient_wanted_of(nb::dict const& tensors, nb::handle plain, int type, int id, nb::tuple const& sums,
+                              nb::tuple const& optional) {
     dlpack::data_type first{};
     auto const is = [](dlpack::data_type const& a, dlpack::data_type const& b) {
         return a.code == b.code && a.bits == b.bits && a.lanes == b.lanes;
@@ -52,7 +53,10 @@ nb::object gradient_wanted_of(nb::dict const& tensors, nb::handle plain, int typ
     constexpr dlpack::data_type none{}, sum{static_cast<std::uint8_t>(number_kind::floating), 32, 1};
     bool wanted = false;
     for (auto const& [name, x] : tensors) {
-        if (x.is_none()) continue;
+        if (x.is_none()) {
+            if (PySequence_Contains(optional.ptr(), name.ptr()) != 1) return nb::none();
+            continue;
+        }
         dlpack::tensor found{};
         if (!is_plain(x, plain, wanted) || !describe(x, found) || found.where.type != type || found.where.id != id)
             return nb::none();
@@ -73,10 +77,10 @@ void bind_tensors(nb::module_& m) {
 
 Returns None if one is of no type in the set plain, or is negated lazily.)");
     m.def("gradient_wanted_of", gradient_wanted_of, "tensors"_a, "plain"_a, "type"_a, "id"_a, "sums"_a,
-          R"(The same of a dict's tensors, which are on DLPack's device (type, id) and of one dtype.
+          "optional"_a, R"(The same of a dict's tensors, which are on DLPack's device (type, id) and of one dtype.
 
-sums: names of those which on GPUs are float32, unless they come first. Returns None, too, of others, and of what has no
-exchange of C: then its caller finds out.)");
+sums: names of those which on GPUs are float32, unless they come first; optional: of those that may be None. Returns
+None, too, of others, and of what has no exchange of C: then its caller finds out.)");
 }
 
 } // namespace binding

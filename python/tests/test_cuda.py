@@ -7,6 +7,7 @@ Ranks may share a GPU.
 
 import contextlib
 import gc
+import importlib.util
 import os
 import re
 import subprocess
@@ -14,6 +15,7 @@ import sys
 import textwrap
 import threading
 import types
+from pathlib import Path
 
 import pytest
 
@@ -1160,6 +1162,22 @@ def test_threads_that_call_at_once_are_named(comm):
         t.join()
     assert all(isinstance(e, cpx.Error) and "one thread at a time" in str(e) for e in problems), problems
     assert right_exchange(comm, 1, 0)
+
+
+# the example
+
+
+@pytest.mark.skipif(world > 4, reason="it has 4 heads")
+def test_the_hybrid_language_model_has_the_losses_of_the_host(comm):
+    path = Path(__file__).parents[1] / "examples" / "train_hybrid.py"
+    spec = importlib.util.spec_from_file_location("train_hybrid", path)
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    torch.manual_seed(0)
+    model, text = example.Hybrid(40), torch.randint(40, (2000,))
+    right = cpx.run(1, example.train, model, text, 3)[0]
+    for loss, expected in zip(example.train(comm, model, text, 3), right, strict=True):
+        assert abs(loss - expected) < 1e-3, (loss, expected)
 
 
 # drop-ins

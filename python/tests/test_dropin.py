@@ -240,6 +240,8 @@ def test_fla_refuses_states_and_batches_by_name():
         with pytest.raises(cpx.Error, match="causal_conv1d: shape"):
             fla.causal_conv1d(torch.zeros(2, 6, 4), torch.zeros(4, 4), cp_context=context)
         alone = fla.get_cp_cu_seqlens([0, 12], world_size=1, rank=0)
+        with pytest.raises(cpx.Error, match="get_cp_cu_seqlens: rank: expected a group"):
+            fla.build_cp_context([0, 12], None)
         with pytest.raises(cpx.Error, match="cp_context: expected one of a group"):
             fla.causal_conv1d(torch.zeros(1, 12, 4), torch.zeros(4, 4), cp_context=alone)
 
@@ -293,6 +295,7 @@ def test_megatron_rows_of_one_length_keep_their_batch(balanced, ranks):
             megatron.tensor_a2a_cp2hp(x[..., :7], 0, -1, comm)
         with pytest.raises(cpx.Error, match="seq_dim, head_dim"):
             megatron.tensor_a2a_cp2hp(x, 1, -1, comm)
+        assert megatron.tensor_a2a_cp2hp(x, 0, -1, None) is x  # as Megatron has it, of no group
 
     cpx.run(ranks, program)
 

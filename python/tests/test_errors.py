@@ -134,6 +134,10 @@ mistakes = {
         lambda: cpx.attention(one(), cpx.replicated(1, batch), 0, *[np.zeros((20, 1, 2))] * 3, (0, 1, 2)),
         "attention: query heads: expected at least 1, got 0",
     ),
+    "heads without their width": (
+        lambda: cpx.attention(one(), cpx.replicated(1, batch), 0, *[np.zeros((20, 1, 2))] * 3, (1, 1)),
+        "attention: heads: expected AttentionHeads",
+    ),
     "rows of less than nothing for experts": (
         lambda: cpx.ExpertExchange(np.zeros((20, 1), int), 4, np.arange(20), alone()).to_experts(np.ones((20, 4)), -4),
         "ExpertExchange.to_experts: width: expected at least 0, got -4",

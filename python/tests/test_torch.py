@@ -3,11 +3,13 @@
 
 import gc
 import importlib.util
+import inspect
 import os
 import subprocess
 import sys
 import time
 import tracemalloc
+import typing
 import xml.dom.minidom
 from pathlib import Path
 
@@ -484,9 +486,10 @@ def test_what_torch_must_see_is_told_from_what_needs_the_kernel_alone():
         assert _ext.gradient_wanted(tensors, plain) is wanted
         named = dict(zip("qg", tensors))
         described = wanted if hasattr(torch.Tensor, "__dlpack_c_exchange_api__") else None
-        assert _ext.gradient_wanted_of(named, plain, 1, 0, ()) is described
-        assert _ext.gradient_wanted_of(named, plain, 2, 0, ()) is None  # all are on the host
-        assert _ext.gradient_wanted_of({**named, "v": x.double()}, plain, 1, 0, ("v",)) is None
+        assert _ext.gradient_wanted_of(named, plain, 1, 0, (), ("g",)) is described
+        assert _ext.gradient_wanted_of(named, plain, 2, 0, (), ("g",)) is None  # all are on the host
+        assert _ext.gradient_wanted_of({**named, "v": x.double()}, plain, 1, 0, ("v",), ("g",)) is None
+    assert _ext.gradient_wanted_of({"q": x, "g": None}, plain, 1, 0, (), ()) is None
     with torch.no_grad():
         assert not _operator.check("exchange", x.device, x=y)
 
@@ -631,6 +634,14 @@ def test_a_checkpoint_computes_the_same_bits_again(reentrant):
     assert all(cpx.run(2, program))
 
 
+def test_every_function_says_the_types_of_its_arguments():
+    for name in ct.__all__:
+        function = getattr(ct, name)
+        if inspect.isfunction(function):
+            told = typing.get_type_hints(function)
+            assert {*inspect.signature(function).parameters, "return"} == set(told), name
+
+
 def test_a_double_backward_is_refused_by_name():
     def program(comm):
         zigzag = cpx.shard(small, cpx.zigzag(1))
@@ -653,6 +664,24 @@ def test_a_double_backward_is_refused_by_name():
     one_rank(program)
 
 
+def test_a_derivative_in_forward_mode_is_refused_by_name():
+    def program(comm):
+        zigzag = cpx.shard(small, cpx.zigzag(1))
+        relayout, halo, x = ct.relayout(zigzag, zigzag, comm), ct.halo(zigzag, comm, 3), numbers(10, 4)
+        refused = r"^test_torch.py:[0-9]+: {}: forward-mode derivative: expected gradients, by backward"
+        with torch.autograd.forward_ad.dual_level():
+            same(ct.exchange(x, relayout, comm), x)  # that has none
+            dual = torch.autograd.forward_ad.make_dual(x, x)
+            with pytest.raises(cpx.Error, match=refused.format("exchange")):
+                ct.exchange(dual, relayout, comm)
+            with pytest.raises(cpx.Error, match=refused.format("exchange")):
+                torch.ops.cpx.exchange(dual, relayout.handle, comm.handle, [10, 4])
+        with pytest.raises(cpx.Error, match=refused.format("causal_conv1d")):
+            torch.func.jvp(lambda w: ct.causal_conv1d(x, w, halo, comm), (numbers(4, 4),), (numbers(4, 4),))
+
+    one_rank(program)
+
+
 def wrong_calls(comm):
     zigzag = cpx.shard(small, cpx.zigzag(1))
     relayout, halo, carry = ct.relayout(zigzag, zigzag, comm), ct.halo(zigzag, comm, 3), ct.carry(zigzag, comm)
@@ -660,6 +689,13 @@ def wrong_calls(comm):
     delta = [torch.zeros(10, 2, 3)] * 3 + [torch.zeros(10, 2)] * 2
     yield "exchange: device of x: expected cpu.*got meta", lambda: ct.exchange(x.to("meta"), relayout, comm)
     yield "exchange: x: expected a torch.Tensor, got ndarray", lambda: ct.exchange(x.numpy(), relayout, comm)
+    yield "exchange: x: expected a torch.Tensor, got NoneType", lambda: ct.exchange(None, relayout, comm)
+    yield "exchange: comm: expected one of cpx.torch.communicator or of cpx.run", lambda: ct.exchange(x, relayout, None)
+    yield "causal_conv1d: order: expected .*got 'by_column'", (
+        lambda: ct.causal_conv1d(x, w, halo, comm, order="by_column")
+    )
+    yield "causal_conv1d: weight: expected a torch.Tensor", lambda: ct.causal_conv1d(x, None, halo, comm)
+    yield "gated_delta_rule: q: expected", lambda: ct.gated_delta_rule(None, *delta[1:], carry, comm)
     yield "exchange: layout of x", lambda: ct.exchange(x.to_sparse(), relayout, comm)
     yield "exchange: dtype of x.*complex64", lambda: ct.exchange(x.to(torch.complex64), relayout, comm)
     yield "exchange: x: expected an array of rows", lambda: ct.exchange(torch.tensor(1.0), relayout, comm)

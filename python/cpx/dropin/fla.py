@@ -61,6 +61,8 @@ def get_cp_cu_seqlens(
     comm = None if group is None else communicator(group)
     if comm is not None:
         world_size, rank = comm.ranks, comm.rank
+    if world_size is None or rank is None:
+        raise cpx.Error("get_cp_cu_seqlens", "rank", "a group, or world_size and rank", "neither")
     of = sharding(packed, offsets(cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu), world_size)
     segments, batch = of.segments(rank).tolist(), of.batch
     begins = list(itertools.accumulate((of.rows(r) for r in range(world_size)), initial=0))

@@ -23,6 +23,12 @@ def _between(where, tensor, ranks, sections, cu, balanced):
     return sharding(zigzag if balanced else packed, cu, ranks), sharding(by_heads, cu, ranks, by_features)
 
 
+def _comm(cp_group):
+    """Returns the communicator of a group, or None of one rank, as which Megatron takes None, too."""
+    comm = None if cp_group is None else communicator(cp_group)
+    return None if comm is None or comm.ranks == 1 else comm
+
+
 def _is_first(where, seq_dim, head_dim):
     if seq_dim != 0 or head_dim not in (-1, 2):
         raise cpx.Error(where, "seq_dim, head_dim", "0, -1", f"{seq_dim}, {head_dim}")
@@ -47,8 +53,8 @@ def tensor_a2a_cp2hp(
 
     undo_attention_load_balancing: the tokens are zigzag; else they lie one rank's behind another's.
     """
-    comm = communicator(cp_group)
-    if comm.ranks == 1:
+    comm = _comm(cp_group)
+    if comm is None:
         return tensor
     _is_first("tensor_a2a_cp2hp", seq_dim, head_dim)
     sections = split_sections or (tensor.shape[-1],)
@@ -60,8 +66,8 @@ def tensor_a2a_hp2cp(
     tensor, seq_dim, head_dim, cp_group, split_sections=None, redo_attention_load_balancing=True
 ):
     """Exchanges (S, batch, F / W) for (S / W, batch, F): the inverse. split_sections: of a rank's share. Collective."""
-    comm = communicator(cp_group)
-    if comm.ranks == 1:
+    comm = _comm(cp_group)
+    if comm is None:
         return tensor
     _is_first("tensor_a2a_hp2cp", seq_dim, head_dim)
     sections = [n * comm.ranks for n in split_sections or (tensor.shape[-1],)]
@@ -75,9 +81,9 @@ def a2a_cp_to_hp(qkvzba, in_proj_split_sections, cp_size, cp_group, cu_seqlens_q
     qkvzba: (seq_len / W, batch, F), zigzag. Returns (seq_len, batch, F / W) and what `a2a_hp_to_cp` wants: the offsets
     of a packed batch.
     """
-    comm = communicator(cp_group)
+    comm = _comm(cp_group)
     is_packed = packed_seq_params is not None and packed_seq_params.qkv_format == "thd"
-    if comm.ranks == 1:
+    if comm is None:
         return qkvzba, None
     cu = offsets(cu_seqlens_q) if is_packed else (0, seq_len)
     if cu[-1] != seq_len:
@@ -87,8 +93,8 @@ def a2a_cp_to_hp(qkvzba, in_proj_split_sections, cp_size, cp_group, cu_seqlens_q
 
 def a2a_hp_to_cp(norm_out, cp_size, cp_group, packed_seq_params, thd_cp_a2a_inv):
     """Exchanges features for tokens: (seq_len, batch, F / W) for (seq_len / W, batch, F), zigzag. Collective."""
-    comm = communicator(cp_group)
-    if comm.ranks == 1:
+    comm = _comm(cp_group)
+    if comm is None:
         return norm_out
     cu = (0, norm_out.shape[0]) if thd_cp_a2a_inv is None else thd_cp_a2a_inv
     return _to_tokens("a2a_hp_to_cp", norm_out, comm, (norm_out.shape[-1] * comm.ranks,), cu, True)

@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention and rotary embedding as operators of torch."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+
 import torch
 
 import cpx
@@ -8,7 +12,7 @@ from cpx import _ext
 from cpx._error import Error, require
 
 from ._group import device_extension
-from ._objects import Attention, held, taken_comm
+from ._objects import AnyCommunicator, Attention, held, taken_comm
 from ._operator import backward_operator, check, contiguous_like, keep, operator, sums
 
 
@@ -62,7 +66,9 @@ _attention_op = operator(
 )
 
 
-def attention_plan(queries, keys, heads, comm):
+def attention_plan(
+    queries: _ext.Sharding, keys: _ext.Sharding, heads: Sequence[int], comm: AnyCommunicator
+) -> Attention:
     """Returns what `attention` needs. Kept as of `relayout`.
 
     queries: the sharding of q and o; keys: that of k and v, where every rank holds every row: replicated, or the same
@@ -73,7 +79,10 @@ def attention_plan(queries, keys, heads, comm):
     return comm.plan(Attention, queries, keys, tuple(int(n) for n in heads), comm.rank)
 
 
-def attention(q, k, v, plan, comm, *, scale=None):
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Attention, comm: AnyCommunicator, *,
+    scale: float | None = None
+) -> torch.Tensor:
     """Causal softmax attention: o = softmax(scale q K^T) V over the keys of a query's sequence up to its own token.
 
     q: (rows, query heads, dim), k, v: (tokens, key heads, dim), of the heads that the rank holds, as plan says, of
@@ -127,7 +136,10 @@ _rotary_op = operator(
 )
 
 
-def rotary(x, positions, frequencies, head_dim=None, *, axes=None, rounding="fp32_inside"):
+def rotary(
+    x: torch.Tensor, positions: torch.Tensor, frequencies: torch.Tensor, head_dim: int | None = None, *,
+    axes: Sequence[int] | None = None, rounding: str = "fp32_inside"
+) -> torch.Tensor:
     """Rotates channel i of every head with channel i + D by the angle positions * frequencies[i], D frequencies.
 
     x: (rows, heads, head_dim), or (rows, heads * head_dim) with head_dim. positions: (rows,) int64, such as

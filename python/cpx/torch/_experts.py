@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows of tokens at the ranks that own the experts which they chose, as operators of torch."""
 
+from __future__ import annotations
+
 import math
+
+import torch
 
 import cpx
 from cpx._error import require
 
-from ._objects import _Held, held, taken_comm
+from ._objects import AnyCommunicator, _Held, held, taken_comm
 from ._operator import array, backward_operator, check, moved, operator
 
 _to_experts_name, _to_tokens_name = "ExpertExchange.to_experts", "ExpertExchange.to_tokens"
@@ -86,7 +90,7 @@ class ExpertExchange(_Held):
     no graph captures its calls. On devices they are of the stream that was current when it was made.
     """
 
-    def __init__(self, chosen, experts, places, comm):
+    def __init__(self, chosen: torch.Tensor, experts: int, places: object, comm: AnyCommunicator):
         where = "expert_exchange"
         comm = taken_comm(where, comm)
         check(where, comm.device, chosen=chosen)
@@ -96,7 +100,7 @@ class ExpertExchange(_Held):
         self.tokens, self.choices, self.count = of.tokens, of.choices, of.count
         self.begins, self.places = of.begins, of.places
 
-    def to_experts(self, x, width=None):
+    def to_experts(self, x: torch.Tensor, width: int | None = None) -> torch.Tensor:
         """Brings rows to the owners: (count, width), experts ascending, of one expert in the order of the batch.
 
         x: (tokens, width), the same for all choices of a token; or, with `width`, (tokens, choices * width), or
@@ -109,7 +113,7 @@ class ExpertExchange(_Held):
         width = math.prod(x.shape[1:]) if width is None else width
         return _gather_op(recorded, x, [self.count, width], self.tokens, self.choices, self.handle)
 
-    def to_tokens(self, x):
+    def to_tokens(self, x: torch.Tensor) -> torch.Tensor:
         """Brings them back: x (count, ...), to (tokens, choices, ...)."""
         recorded = check(_to_tokens_name, self.device, x=x)
         require(x.dim() > 0, _to_tokens_name, "x", "an array of rows", "a number")

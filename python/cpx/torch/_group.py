@@ -29,7 +29,9 @@ def device_extension(where):
     return _cuda
 
 
-def communicator(group=None, deadline=600.0, window=0, blocks=0):
+def communicator(
+    group: object = None, deadline: float = 600.0, window: int = 0, blocks: int = 0
+) -> Communicator:
     """Returns the communicator of this rank, which every operator takes.
 
     group: what `cpx.run` hands to a rank that is a thread, for tensors on the CPU; or a group of torch.distributed, by

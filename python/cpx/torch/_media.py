@@ -1,17 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Images and videos: positions of a rank's rows, and rows of features at their placeholders."""
 
+from __future__ import annotations
+
 import torch
 
 import cpx
 from cpx import _ext
 from cpx._error import Error
 
-from ._objects import Positions, held, taken_comm
+from ._objects import AnyCommunicator, Positions, held, taken_comm
 from ._operator import array, backward_operator, check, contiguous_like, moved, operator
 
 
-def mrope_positions(media, sharding, ids, comm, image=None, video=None):
+def mrope_positions(
+    media: _ext.media, sharding: _ext.Sharding, ids: torch.Tensor, comm: AnyCommunicator, image: int | None = None,
+    video: int | None = None
+) -> Positions:
     """Returns the positions of this rank's rows, a `Positions`: bitwise those of the whole batch. Collective.
 
     media: of `cpx.media`, the same on every rank. ids: (rows,) int64 or int32, token ids of the rank's rows, which
@@ -103,7 +108,7 @@ def _at_placeholders(where, op, x, features, positions, kind):
     return op(check(where, positions.device, x=x, features=features), x, features, positions.handle, kind)
 
 
-def put_features(x, features, positions, kind):
+def put_features(x: torch.Tensor, features: torch.Tensor, positions: Positions, kind: str) -> torch.Tensor:
     """Returns x with its rows at the placeholders of a kind, "image" or "video", replaced by features.
 
     x: (rows, width), float32, bfloat16, float16 or, on the host, float64, of the rows of positions; features:
@@ -115,7 +120,7 @@ def put_features(x, features, positions, kind):
     return _at_placeholders("put_features", _put_op, x, features, positions, kind)
 
 
-def add_features(x, features, positions, kind):
+def add_features(x: torch.Tensor, features: torch.Tensor, positions: Positions, kind: str) -> torch.Tensor:
     """Returns x with features added to its rows at the placeholders of a kind: of 16 bits in float32, rounded once.
 
     All else as of `put_features`.

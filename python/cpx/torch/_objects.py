@@ -6,13 +6,17 @@ what is compiled for one packing serves all others. Handles hold weakly: an obje
 or a graph of autograd has it, and whose object is gone raises cpx.Error.
 """
 
+from __future__ import annotations
+
 import collections
 import itertools
 import weakref
+from collections.abc import Sequence
 
 import torch
 
 import cpx
+from cpx import _ext
 from cpx._error import Error, require
 
 _objects = {}  # weak references of handles; a WeakValueDictionary takes four times as long to find one
@@ -58,7 +62,7 @@ class Communicator:
         self.handle, self._plans = known
 
     @property
-    def exchange_path(self):
+    def exchange_path(self) -> str:
         """How exchanges move rows between ranks, the same on all of them, which decide at the first one.
 
         "window": by one kernel that stores rows where they belong in the peers' results, where 2 to 8 GPUs of one host
@@ -69,7 +73,7 @@ class Communicator:
         """
         return "host" if self.device.type == "cpu" else self.of.exchange_path
 
-    def wait(self):
+    def wait(self) -> None:
         """Waits until the device has done all that this rank gave it in the current stream; on the host, not at all.
 
         Raises cpx.Error that names the ranks that did not come within the deadline, or that moved rows of another
@@ -94,6 +98,9 @@ class Communicator:
         return f"cpx.torch.{self.of!r}".replace("cpx.torch.cpx.", "cpx.torch.")
 
 
+AnyCommunicator = Communicator | _ext.Communicator  # what operators take
+
+
 class Relayout(_Held):
     """A plan between two shardings, for one rank, and its transposed. `relayout` makes it."""
 
@@ -111,7 +118,7 @@ class Relayout(_Held):
             self._back = self.of.transposed()
         return self._back
 
-    def transposed(self):
+    def transposed(self) -> Relayout:
         """Returns the plan that moves everything back."""
         made = Relayout(self.back)
         made._back = self.of
@@ -174,15 +181,15 @@ class Positions(_Held):
         self.device = device
         self.axes = torch.from_numpy(of.axes).to(device)
 
-    def placeholders(self, kind):
+    def placeholders(self, kind: str) -> torch.Tensor:
         """Returns the rank's rows that hold placeholders of a kind, "image" or "video": int64, ascending."""
         return torch.from_numpy(self.of.placeholders(kind)).to(self.device)
 
-    def features(self, kind):
+    def features(self, kind: str) -> _ext.Sharding:
         """Returns the sharding of a kind's features by placeholder: where `relayout` brings them."""
         return self.of.features(kind)
 
-    def deltas(self, comm):
+    def deltas(self, comm: AnyCommunicator) -> torch.Tensor:
         """Returns (sequences,) int64: by how much the position of a token decoded behind a sequence differs from its
         number in the sequence. Collective."""
         return torch.from_numpy(self.of.deltas(taken_comm("mrope_positions", comm).of)).to(self.device)
@@ -193,10 +200,11 @@ def _taken(where, what, given, kind, base):
     if isinstance(given, kind):
         return given
     made_by = f"cpx.torch.{kind.__name__.lower()}"
+    its = "cpx.run" if base is cpx.Communicator else f"cpx.{kind.__name__.lower()}"
     if torch.compiler.is_compiling():
         raise Error(where, what, f"one of {made_by}, made outside of what is compiled", "another object")
     if not isinstance(given, base):
-        raise Error(where, what, f"one of {made_by} or of cpx.{kind.__name__.lower()}", type(given).__name__)
+        raise Error(where, what, f"one of {made_by} or of {its}", type(given).__name__)
     return kind(given)
 
 
@@ -208,7 +216,7 @@ def taken_plan(where, given, kind):
     return given if isinstance(given, kind) else _taken(where, "plan", given, kind, getattr(cpx, kind.__name__))
 
 
-def relayout(source, target, comm):
+def relayout(source: _ext.Sharding, target: _ext.Sharding, comm: AnyCommunicator) -> Relayout:
     """Returns the plan by which this rank and all others move a tensor from one sharding to another.
 
     Pure: no communication. Kept by the communicator: a second call of the same shardings costs a look-up.
@@ -217,7 +225,7 @@ def relayout(source, target, comm):
     return comm.plan(_relayout, source, target, comm.rank)
 
 
-def halo(sharding, comm, reach, side="before"):
+def halo(sharding: _ext.Sharding, comm: AnyCommunicator, reach: int, side: str = "before") -> Halo:
     """Returns the plan by which this rank gets the `reach` rows beside each of its segments. Kept as of `relayout`.
 
     Of a convolution of K taps: reach K - 1, "before".
@@ -226,7 +234,9 @@ def halo(sharding, comm, reach, side="before"):
     return comm.plan(_halo, sharding, comm.rank, reach, side)
 
 
-def carry(sharding, comm, how="scan", heads=None):
+def carry(
+    sharding: _ext.Sharding, comm: AnyCommunicator, how: str = "scan", heads: Sequence[int] | None = None
+) -> Carry:
     """Returns the plan by which this rank hands recurrent states on: how as of `cpx.carry`. Kept as of `relayout`.
 
     heads: Heads(...) of all ranks, where a rank holds a share of the heads; else they are those of q and v.

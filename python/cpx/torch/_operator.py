@@ -9,6 +9,7 @@ import functools
 
 import torch
 from torch import library as registry
+from torch.autograd import forward_ad
 
 from cpx import _ext
 from cpx._error import Error, require
@@ -21,6 +22,7 @@ _modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torc
 _transform, _traced = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
 _profiled = torch._C._autograd._profiler_enabled
 _plain = {torch.Tensor, torch.nn.Parameter}
+_optional = "bias", "beta", "initial"  # of the arguments of operators that are tensors, those that may be None
 _described = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")  # torch 2.10 and later: without a look at gradients
 
 
@@ -60,18 +62,18 @@ def _place(device):
 
 
 def check(where, device, _sums=(), **tensors):
-    """Raises cpx.Error unless all are tensors of one dtype on that device. None is none.
+    """Raises cpx.Error unless all are tensors of one dtype on that device; those that operators may lack may be None.
 
     _sums: those that are of `sums` of the others.
     Returns whether autograd records a call of these tensors, or None if torch must see it; see `_register`.
     """
     if not _watched():
-        wanted = _ext.gradient_wanted_of(tensors, _plain, *_place(device), _sums)
+        wanted = _ext.gradient_wanted_of(tensors, _plain, *_place(device), _sums, _optional)
         if wanted is not None:  # and all fits: what does not is named below
             return wanted and torch.is_grad_enabled()
     first = None
     for name, x in tensors.items():
-        if x is None:
+        if x is None and name in _optional:
             continue
         if not isinstance(x, torch.Tensor):
             raise Error(where, name, "a torch.Tensor", type(x).__name__)
@@ -104,12 +106,22 @@ def wants_gradient(args):
     return False
 
 
+def _forward_mode():
+    return forward_ad._current_level >= 0
+
+
 def _watched():
     """Whether torch looks at calls beside running them: it traces, profiles, or is in a mode or a transform."""
     return (
         torch.compiler.is_compiling() or _modes() > 0 or _function_modes() > 0 or _transform() is not None
-        or _profiled() or _traced() is not None
+        or _profiled() or _traced() is not None or _forward_mode()
     )
+
+
+def _refuse_tangents(where, tensors):
+    """Raises cpx.Error if a tensor has a tangent: torch would drop it, and say that the derivative is 0."""
+    if any(isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise Error(where, "forward-mode derivative", "gradients, by backward", "a tensor with a tangent")
 
 
 def operator(schema, kernel, fake, save, backward, alone=None, seen=None):
@@ -199,6 +211,8 @@ def _register(schema, kernel, fake, forward, backward, alone, seen):
     record = super(torch.autograd.Function, Alone).apply  # Function's own looks for transforms: there are none
 
     def autograd(*args):
+        if _forward_mode():
+            _refuse_tangents(name, args[:tensors])
         return Node.apply(*args) if wants_gradient(args) else dispatched(*args)
 
     def call(recorded, *args):

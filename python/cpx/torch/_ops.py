@@ -4,14 +4,17 @@
 Kernels get handles; fakes get sizes and look nothing up.
 """
 
+from __future__ import annotations
+
 import math
+from typing import Any
 
 import torch
 
 from cpx import _ext
 from cpx._error import Error, require
 
-from ._objects import Carry, Halo, Relayout, held, taken_comm, taken_plan
+from ._objects import AnyCommunicator, Carry, Halo, Relayout, held, taken_comm, taken_plan
 from ._operator import (
     backward_operator, check, contiguous_like, keep, moved, operator, sums, wants_gradient
 )
@@ -64,7 +67,7 @@ _exchange_op = operator(
 )
 
 
-def exchange(x, plan, comm):
+def exchange(x: torch.Tensor, plan: Relayout | _ext.Relayout, comm: AnyCommunicator) -> torch.Tensor:
     """Moves this rank's rows of x to where they belong on all ranks. Collective, as is its backward.
 
     x: (plan.source_rows, ...), of any dtype that cpx moves. plan: of `relayout`. Returns (plan.target_rows, ...), in
@@ -108,7 +111,7 @@ _shift_op = operator(
 )
 
 
-def shift_rows(x, plan, comm, fill=0.0):
+def shift_rows(x: torch.Tensor, plan: Halo | _ext.Halo, comm: AnyCommunicator, fill: float = 0.0) -> torch.Tensor:
     """Returns for every token the row of the token plan.reach behind it ("after") or before it ("before"). Collective.
 
     plan: of `halo`. x: (rows, ...). `fill` where either is no valid token of the sequence: labels are tokens' ids
@@ -144,7 +147,7 @@ _sum_op = operator(
 )
 
 
-def sum_over_ranks(x, comm):
+def sum_over_ranks(x: torch.Tensor, comm: AnyCommunicator) -> torch.Tensor:
     """Returns the sums over all ranks of x, of any shape, added in rank order. Collective.
 
     Its gradient is that of the sum of what the ranks differentiate: on every rank the sum of all ranks' gradients.
@@ -203,7 +206,10 @@ _conv_op = operator(
 )
 
 
-def causal_conv1d(x, weight, plan, comm, bias=None, activation=None, *, order="by_rank"):
+def causal_conv1d(
+    x: torch.Tensor, weight: torch.Tensor, plan: Halo | _ext.Halo, comm: AnyCommunicator,
+    bias: torch.Tensor | None = None, activation: str | None = None, *, order: str = "by_rank"
+) -> torch.Tensor:
     """Causal depthwise convolution: y_t = activation(bias + sum_j weight_j x_{t-K+1+j}), zeros before a sequence.
 
     x: (rows, channels); weight: (channels, K); bias: (channels); plan: halo(sharding, comm, K - 1); activation: None or
@@ -213,6 +219,8 @@ def causal_conv1d(x, weight, plan, comm, bias=None, activation=None, *, order="b
     """
     where = "causal_conv1d"
     comm, plan = taken_comm(where, comm), taken_plan(where, plan, Halo)
+    if order not in ("by_rank", "by_row"):  # which the backward alone would find out
+        raise Error(where, "order", '"by_rank", "by_row"', repr(order))
     recorded = check(where, comm.device, x=x, weight=weight, bias=bias)
     return _conv_op(recorded, x, weight, bias, activation, order, plan.handle, comm.handle)
 
@@ -376,8 +384,10 @@ def _recur(name, q, k, v, g, beta, plan, comm, chunk, qk_l2norm, scale, initial,
 
 
 def gated_delta_rule(
-    q, k, v, g, beta, plan, comm, *, chunk=64, qk_l2norm=True, scale=None, initial=None, final=False
-):
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, plan: Carry | _ext.Carry,
+    comm: AnyCommunicator, *, chunk: int = 64, qk_l2norm: bool = True, scale: float | None = None,
+    initial: torch.Tensor | None = None, final: bool = False
+) -> Any:
     """The gated delta rule in place on any sharding.
 
         S_t = exp(g_t) (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T,    o_t = scale S_t^T q_t
@@ -397,13 +407,19 @@ def gated_delta_rule(
 
 
 def kimi_delta_attention(
-    q, k, v, g, beta, plan, comm, *, chunk=64, qk_l2norm=True, scale=None, initial=None, final=False
-):
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, plan: Carry | _ext.Carry,
+    comm: AnyCommunicator, *, chunk: int = 64, qk_l2norm: bool = True, scale: float | None = None,
+    initial: torch.Tensor | None = None, final: bool = False
+) -> Any:
     """The delta rule with a decay a channel, g: (rows, value heads, key_dim). All else as of `gated_delta_rule`."""
     return _recur("kimi_delta_attention", q, k, v, g, beta, plan, comm, chunk, qk_l2norm, scale, initial, final)
 
 
-def head_decay_attention(q, k, v, g, plan, comm, *, chunk=64, scale=None, initial=None, final=False):
+def head_decay_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, plan: Carry | _ext.Carry,
+    comm: AnyCommunicator, *, chunk: int = 64, scale: float | None = None, initial: torch.Tensor | None = None,
+    final: bool = False
+) -> Any:
     """Linear attention with a decay a head: S_t = exp(g_t) S_{t-1} + k_t v_t^T, o_t = scale S_t^T q_t.
 
     g: (rows, value heads). All else as of `gated_delta_rule`.
@@ -411,6 +427,10 @@ def head_decay_attention(q, k, v, g, plan, comm, *, chunk=64, scale=None, initia
     return _recur("head_decay_attention", q, k, v, g, None, plan, comm, chunk, True, scale, initial, final)
 
 
-def channel_decay_attention(q, k, v, g, plan, comm, *, chunk=64, scale=None, initial=None, final=False):
+def channel_decay_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, plan: Carry | _ext.Carry,
+    comm: AnyCommunicator, *, chunk: int = 64, scale: float | None = None, initial: torch.Tensor | None = None,
+    final: bool = False
+) -> Any:
     """Linear attention with a decay a channel, g: (rows, value heads, key_dim). As of `head_decay_attention`."""
     return _recur("channel_decay_attention", q, k, v, g, None, plan, comm, chunk, True, scale, initial, final)
