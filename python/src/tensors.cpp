@@ -76,8 +76,8 @@ void bind_tensors(nb::module_& m) {
           R"(Returns whether one of torch's tensors wants a gradient. None is none.
 
 Returns None if one is of no type in the set plain, or is negated lazily.)");
-    m.def("gradient_wanted_of", gradient_wanted_of, "tensors"_a, "plain"_a, "type"_a, "id"_a, "sums"_a,
-          "optional"_a, R"(The same of a dict's tensors, which are on DLPack's device (type, id) and of one dtype.
+    m.def("gradient_wanted_of", gradient_wanted_of, "tensors"_a, "plain"_a, "type"_a, "id"_a, "sums"_a, "optional"_a,
+          R"(The same of a dict's tensors, which are on DLPack's device (type, id) and of one dtype.
 
 sums: names of those which on GPUs are float32, unless they come first; optional: of those that may be None. Returns
 None, too, of others, and of what has no exchange of C: then its caller finds out.)");
