@@ -21,7 +21,6 @@
 #include <optional>
 #include <span>
 #include <tuple>
-#include <utility>
 #include <vector>
 
 namespace {
@@ -78,7 +77,7 @@ bool check(cpx::plan const& p, cpx::lane_plan const& lanes, tables::row_shapes c
         CHECK(made.rows(false) == p.target_rows);
         auto const got = tables::tables_of(made, {});
         if (before == 0) continue;
-        all_work.add(std::move(made.work()));
+        all_work.add(made.work());
         auto const numbers = all_work.list(p.batch);
         CHECK(std::ssize(numbers) == all_work.size(p.batch));
         auto const& all = *reinterpret_cast<tables::lane_list const*>(numbers.data());

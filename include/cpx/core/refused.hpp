@@ -5,6 +5,7 @@
 #include <cpx/core/config.hpp>
 #include <cpx/core/error.hpp>
 
+#include <compare>
 #include <concepts>
 #include <initializer_list>
 #include <type_traits>
@@ -89,44 +90,14 @@ refused operator-=(A&&, B const&) {
     return {};
 }
 template <class A, class B>
-    requires some_refused<std::remove_cvref_t<A>, B>
-refused operator*=(A&&, B const&) {
-    return {};
-}
-template <class A, class B>
-    requires some_refused<std::remove_cvref_t<A>, B>
-refused operator/=(A&&, B const&) {
-    return {};
+    requires some_refused<A, B>
+bool operator==(A const&, B const&) {
+    return true;
 }
 template <class A, class B>
     requires some_refused<A, B>
-refused operator==(A const&, B const&) {
-    return {};
-}
-template <class A, class B>
-    requires some_refused<A, B>
-refused operator!=(A const&, B const&) {
-    return {};
-}
-template <class A, class B>
-    requires some_refused<A, B>
-refused operator<(A const&, B const&) {
-    return {};
-}
-template <class A, class B>
-    requires some_refused<A, B>
-refused operator>(A const&, B const&) {
-    return {};
-}
-template <class A, class B>
-    requires some_refused<A, B>
-refused operator<=(A const&, B const&) {
-    return {};
-}
-template <class A, class B>
-    requires some_refused<A, B>
-refused operator>=(A const&, B const&) {
-    return {};
+std::strong_ordering operator<=>(A const&, B const&) {
+    return std::strong_ordering::equal;
 }
 
 /// Whether a function of these parameters, and perhaps a `caller`, takes arguments X.

@@ -85,7 +85,10 @@ public:
         if (more.size(batch) > most) return false;
         if (batch != batch_ || all_.size(batch) + more.size(batch) > most) write(here);
         batch_ = batch;
-        all_.add(std::move(more));
+        if (all_.numbers.empty()) // nothing has been asked for
+            all_ = std::move(more);
+        else
+            all_.add(more);
         if (!held_) write(here);
         return true;
     }

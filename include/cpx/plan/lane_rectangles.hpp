@@ -116,11 +116,7 @@ struct lane_work {
     std::vector<listed_job> listed = {};
     std::vector<rectangle> rectangles = {}; ///< of the listed jobs
 
-    void add(lane_work&& more) {
-        if (numbers.empty()) {
-            *this = std::move(more);
-            return;
-        }
+    void add(lane_work const& more) {
         auto const before = static_cast<int>(std::ssize(lanes)), exchanges = static_cast<int>(std::ssize(cells));
         for (lane_job job : more.jobs) {
             for (lane_end* const end : {&job.source, &job.target})
