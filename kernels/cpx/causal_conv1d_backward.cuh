@@ -5,6 +5,7 @@
 #include <cpx/conv_parts.cuh>
 
 #include <algorithm>
+#include <utility>
 
 namespace cpx::kernels {
 
@@ -134,6 +135,109 @@ __device__ __forceinline__ void write_sums(Weights const& dweight, Bias const& d
     }
 }
 
+/// A strip's walk over its rows, segment by segment: dx is written, sums are added up. A thread's.
+template <class T, int Taps, int V, bool Silu, class Dy>
+struct back_strip {
+    static constexpr bool normalises = may_normalise<Dy, V>;
+    using weights = conv_weight<Taps, V>;
+    static constexpr int window = weights::window, lag = window - 1; ///< dx of a token is known `lag` tokens later
+    using ahead = rows_ahead<T, V, window, 2, (V > 1)>;
+    using stages = typename ahead::stages;
+    using part = decltype(part_of(std::declval<Dy const&>(), 0));
+
+    conv_input<T> const& in;
+    conv_backward<T, Dy> const& out;
+    conv_place<T, V, normalises> const& place;
+    stages& staged; ///< of the block
+    array<float, window, V>& dweight;
+    array<float, V>& dbias;
+    weights const weight{in, place.channel};
+    part const dy = part_of(out.dy, place.channel);
+    bool const heads = normalises && __any_sync(~0u, dy.lanes);
+    // Of the last tokens:
+    array<float, window, V> x, dz;
+    T* to; ///< the row of dx that is next
+
+    /// Turns the gradient of a result into that of z.
+    template <class OfHeads>
+    __device__ __forceinline__ void backward(OfHeads, array<float, V> const& z, array<float, V>& gradient) const {
+        if constexpr (OfHeads::value) normalise_backward<T, Silu>(z, gradient, dy.lanes, dy.epsilon);
+#pragma unroll
+        for (int v = 0; v < V; ++v) gradient[v] = activate_backward<T, Silu>(z[v], gradient[v]);
+    }
+    __device__ __forceinline__ void write(array<float, V> const& values, bool ready) {
+        if (ready && (!normalises || !place.beyond)) store<T, V>(values, to);
+        to = out.dx.after(to);
+    }
+    /// Walks over as many of `count` rows from `row` on as are in whole groups; returns how many.
+    __device__ __forceinline__ int whole_groups(std::int64_t row, int count) {
+        ahead x_and_dy{staged, {in.x, dy.rows}, {in.x.at(row, place.channel), dy.at(row)}};
+        float result[V];
+        int done = 0;
+        if (count >= window) x_and_dy.begin();
+        for (; done + window <= count; done += window) {
+            x_and_dy.group(done + 2 * window <= count);
+            with_heads<Dy, V>(heads, [&](auto of_heads) {
+#pragma unroll
+                for (int k = 0; k < window; ++k) {
+                    auto const x_of = [&](int age) { return x[(k - age + window) % window]; };
+                    x_and_dy.take(k, 0, x[k]);
+                    x_and_dy.take(k, 1, dz[k]);
+                    weight.weigh(weight.bias, x_of, result);
+                    backward(of_heads, result, dz[k]);
+                    add_terms(dz[k], x_of, dweight, dbias);
+                    weight.weigh( // dx of the token `lag` tokens ago
+                        nullptr, [&](int age) { return dz[(k - lag + age + window) % window]; }, result);
+                    write(result, k == lag || done > 0);
+                }
+            });
+        }
+        return done;
+    }
+    /// Walks over the rest of `count` rows, `done` of them are, and the tokens after them, of which segment `s`, which
+    /// ends before row `next`, may hold some. Returns the row after them.
+    __device__ __forceinline__ std::int64_t rest(int s, std::int64_t row, std::int64_t next, int done, int count) {
+        int const reach = weight.taps - 1;
+        float result[V];
+        auto const x_of = [&](int age) { return x[lag - age]; };
+#pragma unroll 1
+        for (; done < count + lag; ++done, ++row) {
+            shift(x);
+            shift(dz);
+#pragma unroll
+            for (int v = 0; v < V; ++v) x[lag][v] = dz[lag][v] = 0.0f;
+            if (row < next && done < count + reach) {
+                widen<T, V>(load<T, V>(in.x.at(row, place.channel)), x[lag]);
+                widen<T, V>(load<T, V>(dy.at(row)), dz[lag]);
+                weight.weigh(weight.bias, x_of, result);
+                with_heads<Dy, V>(heads, [&](auto of_heads) { backward(of_heads, result, dz[lag]); });
+            } else if (done < count + reach) {
+                look_ahead(out, std::int64_t{s} * reach + row - next, place.channel, dz[lag]);
+            }
+            if (done < count) add_terms(dz[lag], x_of, dweight, dbias);
+            weight.weigh(
+                nullptr, [&](int age) { return dz[age]; }, result);
+            write(result, done >= lag);
+        }
+        return row;
+    }
+    __device__ __forceinline__ void walk() {
+        std::int64_t row = place.row;
+        for (int s = segment_of(in, row); row < place.last; ++s) {
+            std::int64_t const next = in.first[s + 1];
+            int const count = static_cast<int>((next < place.last ? next : place.last) - row);
+#pragma unroll
+            for (auto& token : dz)
+#pragma unroll
+                for (float& value : token) value = 0;
+            look_back(in, weight, s, row, place.channel, x);
+            to = out.dx.at(row - lag, place.channel); // written from the own rows on
+            int const done = whole_groups(row, count);
+            row = rest(s, row + done, next, done, count) - lag;
+        }
+    }
+};
+
 } // namespace conv
 
 /// Computes dx and, of each block, the sums for dweight and dbias; needs what `causal_conv1d` needs.
@@ -145,86 +249,16 @@ template <class T, int Taps, int V, bool Silu, class Dy = conv_rows<T const>>
 __global__ void __launch_bounds__(128, conv_backward_resident(V, conv::may_normalise<Dy, V>))
     causal_conv1d_backward(conv_input<T> const in, conv_backward<T, Dy> const out) {
     using namespace conv;
-    constexpr bool normalises = may_normalise<Dy, V>;
-    conv_place<T, V, normalises> const place(in);
-    std::int64_t row = place.row;
-    constexpr int window = conv_weight<Taps, V>::window, lag = window - 1;
-    using ahead = rows_ahead<T, V, window, 2, (V > 1)>;
-    using stages = typename ahead::stages;
+    using strip = back_strip<T, Taps, V, Silu, Dy>;
+    constexpr int window = strip::window;
+    using stages = typename strip::stages;
     using all_sums = float[(window + 1) * V][128];
     __shared__ __align__(16) unsigned char shared[std::max(sizeof(stages), sizeof(all_sums))];
     auto& staged = reinterpret_cast<stages&>(shared); // until the rows are done
     auto& block_sums = reinterpret_cast<all_sums&>(shared);
+    conv_place<T, V, strip::normalises> const place(in);
     float dweight[window][V] = {}, dbias[V] = {};
-    if (row < place.last) {
-        conv_weight<Taps, V> const weight(in, place.channel);
-        int const reach = weight.taps - 1;
-        auto const dy = part_of(out.dy, place.channel);
-        bool const heads = normalises && __any_sync(~0u, dy.lanes);
-        auto const backward = [&](auto of_heads, float const(&z)[V], float(&gradient)[V]) {
-            if constexpr (of_heads.value) normalise_backward<T, Silu>(z, gradient, dy.lanes, dy.epsilon);
-#pragma unroll
-            for (int v = 0; v < V; ++v) gradient[v] = activate_backward<T, Silu>(z[v], gradient[v]);
-        };
-        auto const write = [&](float const(&values)[V], T* to) {
-            if (!normalises || !place.beyond) store<T, V>(values, to);
-        };
-        for (int s = segment_of(in, row); row < place.last; ++s) {
-            std::int64_t const next = in.first[s + 1];
-            int const count = static_cast<int>((next < place.last ? next : place.last) - row);
-            int done = 0;
-            float x[window][V], dz[window][V] = {}, result[V];
-            look_back(in, weight, s, row, place.channel, x);
-            T* to = out.dx.at(row - lag, place.channel); // written from the own rows on
-            ahead x_and_dy{staged, {in.x, dy.rows}, {in.x.at(row, place.channel), dy.at(row)}};
-            if (count >= window) x_and_dy.begin();
-            for (; done + window <= count; done += window) {
-                x_and_dy.group(done + 2 * window <= count);
-                with_heads<Dy, V>(heads, [&](auto of_heads) {
-#pragma unroll
-                    for (int k = 0; k < window; ++k) {
-                        x_and_dy.take(k, 0, x[k]);
-                        x_and_dy.take(k, 1, dz[k]);
-                        weight.weigh(
-                            weight.bias, [&](int age) { return x[(k - age + window) % window]; }, result);
-                        backward(of_heads, result, dz[k]);
-                        add_terms(
-                            dz[k], [&](int age) { return x[(k - age + window) % window]; }, dweight, dbias);
-                        weight.weigh( // dx of the token `lag` tokens ago
-                            nullptr, [&](int age) { return dz[(k - lag + age + window) % window]; }, result);
-                        if (k == lag || done > 0) write(result, to);
-                        to = out.dx.after(to);
-                    }
-                });
-            }
-            // The rest, and the tokens after them, of which this segment may hold some.
-            row += done;
-#pragma unroll 1
-            for (; done < count + lag; ++done, ++row) {
-                shift(x);
-                shift(dz);
-#pragma unroll
-                for (int v = 0; v < V; ++v) x[lag][v] = dz[lag][v] = 0.0f;
-                if (row < next && done < count + reach) {
-                    widen<T, V>(load<T, V>(in.x.at(row, place.channel)), x[lag]);
-                    widen<T, V>(load<T, V>(dy.at(row)), dz[lag]);
-                    weight.weigh(
-                        weight.bias, [&](int age) { return x[lag - age]; }, result);
-                    with_heads<Dy, V>(heads, [&](auto of_heads) { backward(of_heads, result, dz[lag]); });
-                } else if (done < count + reach) {
-                    look_ahead(out, std::int64_t{s} * reach + row - next, place.channel, dz[lag]);
-                }
-                if (done < count)
-                    add_terms(
-                        dz[lag], [&](int age) { return x[lag - age]; }, dweight, dbias);
-                weight.weigh(
-                    nullptr, [&](int age) { return dz[age]; }, result);
-                if (done >= lag) write(result, to);
-                to = out.dx.after(to);
-            }
-            row -= lag;
-        }
-    }
+    if (place.row < place.last) strip{in, out, place, staged, dweight, dbias}.walk();
     if (!out.sums) return;
     write_sums<V, window>(dweight, dbias, block_sums, in.taps, in.channels, out.sums, place.block, place.channel,
                           place.beyond);

@@ -187,103 +187,145 @@ __device__ __forceinline__ void back_walk<Halves>::make_x() const {
     }
 }
 
+/// Writes what of dO reaches the state before a chunk by reading it: scale * decay * dO. `decays(j)`: of tokens 2 j and
+/// 2 j + 1 of the thread.
+template <class F>
+__device__ __forceinline__ void read_tokens(std::uint32_t const (&dout)[16], F&& decays, float scale,
+                                            std::uint32_t (&to)[16]) {
+#pragma unroll
+    for (int j = 0; j < 16; ++j) {
+        float2 const e = decays(j / 2);
+        to[j] = two_bf16(scale * e.x * low_half(dout[j]), scale * e.y * high_half(dout[j]));
+    }
+}
+
+/// Writes what of the gradient of a chunk's values reaches the state before it by erasing: -decay * dy.
+template <class F>
+__device__ __forceinline__ void erase_tokens(float const (&dy)[32], F&& decays, std::uint32_t (&to)[16]) {
+#pragma unroll
+    for (int j = 0; j < 16; ++j) {
+        float2 const e = decays(j / 2);
+        to[j] = two_bf16(-e.x * dy[2 * j], -e.y * dy[2 * j + 1]);
+    }
+}
+
+/// The gradient of a half of the state on its way back, in the registers of a warpgroup. A walk that Folds leaves
+/// nothing but the gradient before its sequence.
+template <int Halves, bool Folds>
+struct carried_gradient {
+    static constexpr bool both = Halves == 2;
+
+    back_walk<Halves> const& walk;
+    int const group, own, half;   ///< of the block; of the halves here; of the state
+    char* trace = walk.in.states; ///< where the gradient after the next chunk is left
+    half_state s;
+    ring<back_walk<Halves>::stages> r;
+    ring<back_walk<Halves>::dout_stages> place;
+    std::uint32_t dout[16]; ///< of the next chunk
+    float fading = 0;       ///< its decay of the state
+
+    __device__ carried_gradient(back_walk<Halves> const& of, int warpgroup)
+        : walk(of), group(warpgroup), own(both ? warpgroup - 2 : 0), half(of.first_half + own) {}
+    __device__ void await_chunk();
+    __device__ void leave_trace(std::uint32_t const (&after)[32]);
+    __device__ void pass_chunk(int i);
+};
+
+/// Waits for a chunk, and takes what of it is kept in registers.
+template <int Halves, bool Folds>
+__device__ __forceinline__ void carried_gradient<Halves, Folds>::await_chunk() {
+    auto& memory = walk.memory;
+    wait(memory.full[r.at], r.parity);
+    wait(memory.dout_full[place.at], place.parity);
+    load_transposed(memory.dout[place.at][own], dout);
+    if constexpr (Folds) arrive_warp(memory.dout_empty[place.at]);
+    fading = memory.gates[r.at].decay[delta_chunk - 1];
+}
+
+template <int Halves, bool Folds>
+__device__ __forceinline__ void carried_gradient<Halves, Folds>::leave_trace(std::uint32_t const (&after)[32]) {
+    if constexpr (Folds) return;
+    store_trace(after, trace);
+    trace -= walk.in.half_of(1, 0, 0) * (state_bytes / 2);
+}
+
+/// Carries the gradient past the chunk that `await_chunk` took, number `i` from behind, and takes the one before it.
+template <int Halves, bool Folds>
+__device__ __forceinline__ void carried_gradient<Halves, Folds>::pass_chunk(int i) {
+    auto& memory = walk.memory;
+    int const at = r.at, dout_at = place.at, side = i & 1, p_at = both ? side : 0;
+    std::uint32_t after[32], reading[16], erasing[16];
+    round_to_operand(s, after);
+    scale(s, fading); // while products are under way, the compiler would await them
+    token_decays held;
+    if constexpr (!both) load_decays(memory.gates[at], held);
+    auto const decays = [&](int j) {
+        if constexpr (both)
+            return decays_of(memory.gates[at], j);
+        else
+            return held[j];
+    };
+    read_tokens(dout, decays, walk.in.scale, reading);
+    auto const read = [&] {
+        multiply_down(s, reading, memory.queries[at], true);
+        cute::warpgroup_commit_batch();
+        leave_trace(after);
+    };
+    if constexpr (both) { // fewer registers; the other half's products fill the gap
+        keep(s);
+        cute::warpgroup_arrive();
+        read();
+        take_turn(group);
+    }
+    wait(memory.x_full[side], i >> 1 & 1);
+    wait(memory.p_full[p_at], (both ? i >> 1 : i) & 1);
+    if constexpr (both) cute::warpgroup_wait<0>();
+    float dy[32];
+    keep(dy);
+    keep(s);
+    cute::warpgroup_arrive();
+    multiply_along<8>(dy, after, memory.x[side], false);
+    multiply_down(dy, dout, memory.p[p_at], true);
+    cute::warpgroup_commit_batch();
+    if constexpr (!both) read();
+    cute::warpgroup_wait<both ? 0 : 1>();
+    keep(dy);
+    erase_tokens(dy, decays, erasing);
+    cute::warpgroup_arrive();
+    multiply_down(s, erasing, memory.keys[at], true);
+    cute::warpgroup_commit_batch();
+    if constexpr (both) give_turn(5 - group);
+    arrive_warp(memory.p_empty[p_at]);
+    arrive_warp(memory.x_empty[side]);
+    if constexpr (!Folds) {
+        std::uint32_t dv[16];
+        round_to_operand(dy, dv);
+        store_transposed(dv, memory.dout[dout_at][own]);
+    }
+    r.next();
+    place.next();
+    if (i + 1 < walk.chunks) await_chunk();
+    if constexpr (!Folds) {
+        cutlass::arch::fence_view_async_shared(); // waits for what was written
+        arrive_warp(memory.dvalues_full[dout_at][own]);
+    }
+    cute::warpgroup_wait<0>();
+    keep(s);
+    arrive_warp(memory.empty[at]);
+}
+
 /// Carries the gradient of a half of the state, by warpgroup `group` of the block.
 template <int Halves>
 template <bool Folds>
 __device__ __forceinline__ void back_walk<Halves>::carry_gradient(int group) const {
-    int const own = Halves == 2 ? group - 2 : 0, half = first_half + own;
-    half_state s;
-    load_state(in.initial ? in.initial + in.state_of(number, head) : nullptr, half, s);
-    char* trace = in.states; // of the last chunk
-    if constexpr (!Folds) trace += in.half_of(sequence.first_chunk + chunks - 1, head, half) * (state_bytes / 2);
-    ring<stages> r;
-    ring<dout_stages> place;
-    std::uint32_t d[16];
-    float fading = 0;
-    auto const await_chunk = [&] {
-        wait(memory.full[r.at], r.parity);
-        wait(memory.dout_full[place.at], place.parity);
-        load_transposed(memory.dout[place.at][own], d);
-        if constexpr (Folds) arrive_warp(memory.dout_empty[place.at]);
-        fading = memory.gates[r.at].decay[delta_chunk - 1];
-    };
-    if (chunks > 0) await_chunk();
+    carried_gradient<Halves, Folds> gradient(*this, group);
+    load_state(in.initial ? in.initial + in.state_of(number, head) : nullptr, gradient.half, gradient.s);
+    if constexpr (!Folds)
+        gradient.trace += in.half_of(sequence.first_chunk + chunks - 1, head, gradient.half) * (state_bytes / 2);
+    if (chunks > 0) gradient.await_chunk();
     if (both && group == 3 && chunks > 0) give_turn(2);
-    for (int i = 0; i < chunks; ++i) {
-        int const at = r.at, dout_at = place.at, side = i & 1, p_at = both ? side : 0;
-        std::uint32_t f[32], reading[16], erasing[16];
-        round_to_operand(s, f);
-        scale(s, fading); // while products are under way, the compiler would await them
-        token_decays held;
-        if constexpr (!both) load_decays(memory.gates[at], held);
-        auto const decays = [&](int j) {
-            if constexpr (both)
-                return decays_of(memory.gates[at], j);
-            else
-                return held[j];
-        };
-#pragma unroll
-        for (int j = 0; j < 16; ++j) {
-            float2 const e = decays(j / 2);
-            reading[j] = two_bf16(in.scale * e.x * low_half(d[j]), in.scale * e.y * high_half(d[j]));
-        }
-        auto const read = [&] {
-            multiply_down(s, reading, memory.queries[at], true);
-            cute::warpgroup_commit_batch();
-        };
-        auto const leave_trace = [&] {
-            if constexpr (Folds) return;
-            store_trace(f, trace);
-            trace -= in.half_of(1, 0, 0) * (state_bytes / 2);
-        };
-        if constexpr (both) { // fewer registers; the other half's products fill the gap
-            keep(s);
-            cute::warpgroup_arrive();
-            read();
-            leave_trace();
-            take_turn(group);
-        }
-        wait(memory.x_full[side], i >> 1 & 1);
-        wait(memory.p_full[p_at], (both ? i >> 1 : i) & 1);
-        if constexpr (both) cute::warpgroup_wait<0>();
-        float dy[32];
-        keep(dy);
-        keep(s);
-        cute::warpgroup_arrive();
-        multiply_along<8>(dy, f, memory.x[side], false);
-        multiply_down(dy, d, memory.p[p_at], true);
-        cute::warpgroup_commit_batch();
-        if constexpr (!both) read(), leave_trace();
-        cute::warpgroup_wait<both ? 0 : 1>();
-        keep(dy);
-#pragma unroll
-        for (int j = 0; j < 16; ++j) {
-            float2 const e = decays(j / 2);
-            erasing[j] = two_bf16(-e.x * dy[2 * j], -e.y * dy[2 * j + 1]);
-        }
-        cute::warpgroup_arrive();
-        multiply_down(s, erasing, memory.keys[at], true);
-        cute::warpgroup_commit_batch();
-        if constexpr (both) give_turn(5 - group);
-        arrive_warp(memory.p_empty[p_at]);
-        arrive_warp(memory.x_empty[side]);
-        if constexpr (!Folds) {
-            std::uint32_t dv[16];
-            round_to_operand(dy, dv);
-            store_transposed(dv, memory.dout[dout_at][own]);
-        }
-        r.next();
-        place.next();
-        if (i + 1 < chunks) await_chunk();
-        if constexpr (!Folds) {
-            cutlass::arch::fence_view_async_shared(); // waits for what was written
-            arrive_warp(memory.dvalues_full[dout_at][own]);
-        }
-        cute::warpgroup_wait<0>();
-        keep(s);
-        arrive_warp(memory.empty[at]);
-    }
-    if (in.last) store_state(s, half, in.last + in.state_of(number, head));
+    for (int i = 0; i < chunks; ++i) gradient.pass_chunk(i);
+    if (in.last) store_state(gradient.s, gradient.half, in.last + in.state_of(number, head));
 }
 
 /// Clears what is never written, and makes the barriers.
