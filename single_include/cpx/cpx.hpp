@@ -343,7 +343,7 @@ inline constexpr bool takes<void(P...), X...> =
 /// False, but only where the template that asserts it is used. Where one of X has been refused before, nothing more is
 /// said. Of a function's own assertions, each stands behind those before it: one mistake is said at a time.
 template <class... X>
-inline constexpr bool never = some_refused<X...>;
+inline constexpr bool never = some_refused<std::remove_cvref_t<X>...>;
 
 } // namespace cpx::detail
 
@@ -3166,6 +3166,7 @@ namespace cpx {
 /// For dispatchers that balance load at run time, such as MagiAttention's (there: over the batch).
 class table {
 public:
+    table() = delete; // which says less than a sentence, but is no default constructor to who asks for one
     /// Throws `cpx::error` that names the first chunk whose owner is not a rank.
     table(int ranks, std::vector<int> owners, caller here = caller::here()) : ranks_(ranks) {
         require(ranks > 0, "table", "ranks", "at least 1", ranks, here);
@@ -3323,8 +3324,9 @@ public:
     }
     template <class X>
         requires(!std::convertible_to<X const&, std::span<T const>>)
-    void write(X const&) {
+    detail::refused write(X const&) {
         static_assert(detail::never<X>, "cpx: tensor::write wants a vector, array or span of the tensor's elements");
+        return {};
     }
     /// Returns all elements, row after row, once what was given to the memory's stream before is done.
     std::vector<T> read(caller here = caller::here()) const { return memory_.read(elements(), here); }
@@ -7743,10 +7745,11 @@ tensor<element_of<X>, To, memory_of<X>> exchange(X const& from, To const& to, Co
 }
 
 template <class Plan, class X, class Y, class Comm>
-void exchange(Plan const&, X const&, Y&&, Comm&, caller = caller::here()) {
+detail::refused exchange(Plan const&, X const&, Y&&, Comm&, caller = caller::here()) {
     static_assert(detail::never<Plan, X, std::remove_cvref_t<Y>>,
                   "cpx: exchange(plan, from, to, comm) wants a relayout_plan and two tensors, or any plan and two "
                   "cpx::rows, and a cpx::transport; view memory as sharded, or as rows");
+    return {};
 }
 template <class Plan, class X>
 std::conditional_t<sharded_anywhere<X>, X, detail::refused> exchange(Plan const&, X const&, detail::any = {},

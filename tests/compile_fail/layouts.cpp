@@ -212,6 +212,8 @@ cpx::mesh const of_sizes(8, 2);
 cpx::tensor<float, cpx::sharding<cpx::zigzag<4>>> const moved_elsewhere = cpx::make_tensor<float>(sharding, 0, 1);
 // expect: table wants the number of ranks and the rank of every chunk
 cpx::table const owners(std::vector<int>{0, 1});
+// expect: (use of deleted function|call to deleted constructor of|default constructor of) .*cpx::table
+cpx::table of_nobody;
 // expect: piecewise.ranks, batch, pieces. wants the number of ranks
 cpx::piecewise<int> const of_no_pieces{cpx::thd()};
 // expect: segments.sharding, rank. wants a sharding

@@ -216,10 +216,11 @@ tensor<element_of<X>, To, memory_of<X>> exchange(X const& from, To const& to, Co
 }
 
 template <class Plan, class X, class Y, class Comm>
-void exchange(Plan const&, X const&, Y&&, Comm&, caller = caller::here()) {
+detail::refused exchange(Plan const&, X const&, Y&&, Comm&, caller = caller::here()) {
     static_assert(detail::never<Plan, X, std::remove_cvref_t<Y>>,
                   "cpx: exchange(plan, from, to, comm) wants a relayout_plan and two tensors, or any plan and two "
                   "cpx::rows, and a cpx::transport; view memory as sharded, or as rows");
+    return {};
 }
 template <class Plan, class X>
 std::conditional_t<sharded_anywhere<X>, X, detail::refused> exchange(Plan const&, X const&, detail::any = {},

@@ -30,11 +30,12 @@ void rotary(X const& x, index_t head_dim, rotary_pairs const& pairs, rotary_posi
     }
 }
 template <class X = cpx::detail::any>
-void rotary(X const& = {}, cpx::detail::any = {}, cpx::detail::any = {}, cpx::detail::any = {}, cpx::detail::any = {},
-            cpx::detail::any = {}, cpx::detail::any = {}) {
+cpx::detail::refused rotary(X const& = {}, cpx::detail::any = {}, cpx::detail::any = {}, cpx::detail::any = {},
+                            cpx::detail::any = {}, cpx::detail::any = {}, cpx::detail::any = {}) {
     static_assert(cpx::detail::never<X>,
                   "cpx: cuda::rotary(x, head_dim, pairs, positions, y) wants tensors of cuda::memory, whose stream it "
                   "takes, and rotary_positions of their rows on the device; of the host's, call cpx::rotary");
+    return {};
 }
 
 /// Computes dx from dy, the gradients of `rotary`. Arguments and errors as there; dx may be dy.
@@ -55,12 +56,13 @@ void rotary_backward(X const& dy, index_t head_dim, rotary_pairs const& pairs, r
     }
 }
 template <class X = cpx::detail::any>
-void rotary_backward(X const& = {}, cpx::detail::any = {}, cpx::detail::any = {}, cpx::detail::any = {},
-                     cpx::detail::any = {}, cpx::detail::any = {}, cpx::detail::any = {}) {
+cpx::detail::refused rotary_backward(X const& = {}, cpx::detail::any = {}, cpx::detail::any = {}, cpx::detail::any = {},
+                                     cpx::detail::any = {}, cpx::detail::any = {}, cpx::detail::any = {}) {
     static_assert(
         cpx::detail::never<X>,
         "cpx: cuda::rotary_backward(dy, head_dim, pairs, positions, dx) wants tensors of cuda::memory, whose stream it "
         "takes, and rotary_positions of their rows on the device; of the host's, call cpx::rotary_backward");
+    return {};
 }
 
 } // namespace cpx::cuda

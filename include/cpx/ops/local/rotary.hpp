@@ -119,9 +119,10 @@ template <class T = detail::refused, class... X>
     requires(
         !detail::takes<void(rows<index_t const>, std::span<int const>, std::span<T const>, rows<T>, rows<T>), X...> &&
         !detail::takes<void(std::span<index_t const>, std::span<T const>, rows<T>, rows<T>), X...>)
-void rotary_table(X&&...) {
-    static_assert(detail::never<void(X...)>, "cpx: rotary_table<T>(positions, axes, frequencies, cos, sin) wants rows "
-                                             "or a span of index_t, a span of int, one of T, and rows of T");
+detail::refused rotary_table(X&&...) {
+    static_assert(detail::never<X...>, "cpx: rotary_table<T>(positions, axes, frequencies, cos, sin) wants rows "
+                                       "or a span of index_t, a span of int, one of T, and rows of T");
+    return {};
 }
 
 namespace detail {
