@@ -264,4 +264,14 @@ auto const no_halo_bound = cpx::halo_lower_bound(3, sharding);
 auto const no_offsets = cpx::offsets(sharding, 0);
 // expect: features_by_item.media, kind, ranks. wants a cpx::media
 auto const no_features = cpx::features_by_item(4, sharding);
+// expect: thd wants whole numbers
+cpx::thd const of_halves({0, 7.5, 20});
+// expect: row_buffer<T>.count, width. wants two numbers
+// expect: row_buffer<T>.count, width. wants two numbers
+// expect: row_buffer<T>.count, width. wants two numbers
+// expect: row_buffer<T>.count, width. wants two numbers
+cpx::row_buffer<short> const buffer_of_text(2, "4");
+cpx::row_buffer<int> const buffer_of_values(std::vector<int>{1, 2});
+cpx::row_buffer<float> const buffer_of_no_width(4);
+cpx::row_buffer<double> const buffer_of_two_widths(2, 4, 4, 4);
 #endif
