@@ -609,6 +609,18 @@ using positioned = whole;
 using from_tower = wanted; // rows that are at their placeholders already
 using selected = made;
 using ids = cpx::sharded<int const, zigzag>;
+
+// An argument that has been refused is no second mistake, in whatever place a tensor stands.
+// expect: make_tensor<T>.sharding, rank, width. wants a sharding
+// expect: make_tensor<T>.sharding, rank, width. wants a sharding
+// expect: make_tensor<T>.sharding, rank, width. wants a sharding
+// expect: make_tensor<T>.sharding, rank, width. wants a sharding
+void of_refused_tensors(held_twice x, cpx::halo_plan<zigzag> const& plan, list w, cpx::threads& comm) {
+    cpx::rotary(x, 8, {}, cpx::make_tensor<float>(8ll, 4));
+    cpx::attention(x, x, cpx::make_tensor<float>(8ul, 4), heads, 1, x);
+    cpx::shift_rows(plan, x, cpx::make_tensor<float>(8l, 4), comm);
+    cpx::causal_conv1d(plan, x, w, {}, silu, cpx::make_tensor<float>(8.0, 4), comm);
+}
 #endif
 
 // A shard of a shard.
