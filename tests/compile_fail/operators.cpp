@@ -621,6 +621,13 @@ void of_refused_tensors(held_twice x, cpx::halo_plan<zigzag> const& plan, list w
     cpx::shift_rows(plan, x, cpx::make_tensor<float>(8l, 4), comm);
     cpx::causal_conv1d(plan, x, w, {}, silu, cpx::make_tensor<float>(8.0, 4), comm);
 }
+
+// expect: rotary<T>.x, head_dim, cos, sin, y.
+// expect: rotary_backward<T>.dy, head_dim, cos, sin, dx.
+void turns_rows(cpx::rows<float> x, cpx::rows<double> table) {
+    cpx::rotary<float>(x, 8, x, x);
+    cpx::rotary_backward<float>(x, 8, table, table, x);
+}
 #endif
 
 // A shard of a shard.
