@@ -274,4 +274,6 @@ cpx::row_buffer<short> const buffer_of_text(2, "4");
 cpx::row_buffer<int> const buffer_of_values(std::vector<int>{1, 2});
 cpx::row_buffer<float> const buffer_of_no_width(4);
 cpx::row_buffer<double> const buffer_of_two_widths(2, 4, 4, 4);
+// expect: row_buffer::write wants a vector, array or span
+void writes(cpx::row_buffer<float>& to, std::vector<double> const& values) { to.write(values); }
 #endif

@@ -39,6 +39,13 @@ public:
                 values.size(), here);
         if (memory_) memory_->write(values_.data(), values, here);
     }
+    template <class X>
+        requires(!std::convertible_to<X const&, std::span<T const>>)
+    detail::refused write(X const&) {
+        static_assert(detail::never<X>,
+                      "cpx: row_buffer::write wants a vector, array or span of the buffer's elements");
+        return {};
+    }
     /// Returns all elements, row after row.
     std::vector<T> read(caller here = caller::here()) const {
         return memory_ ? memory_->read(elements(), here) : std::vector<T>();
