@@ -1156,7 +1156,7 @@ def right_exchange(comm, ranks, own, width=5):
 
 
 def test_a_communicator_over_the_store_of_a_group_beside_that_of_the_group(comm):
-    other = ct.Communicator(_group._over_store(dist.group.WORLD, device.index, 60.0))
+    other = ct.Communicator(_group._over_store(dist.group.WORLD, device.index, 60.0, None, 64))
     assert (other.rank, other.ranks, other.device) == (rank, world, device)
     assert right_exchange(other, world, rank) and right_exchange(comm, world, rank)
     other.of.leave()

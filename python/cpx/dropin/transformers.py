@@ -191,15 +191,14 @@ class Part:
         x = hidden.squeeze(0)
         if self.linear is not self.sharding:
             x = move(x, self.sharding, self.linear, self.comm)
-        rows = len(x)
         weight, bias = layer.conv1d.weight.squeeze(1), layer.conv1d.bias
         mixed = causal_conv1d(layer.in_proj_qkv(x), weight, bias, "silu", self.linear, self.comm)
         q, k, v = mixed.split([layer.key_dim, layer.key_dim, layer.value_dim], 1)
-        q, k = (y.reshape(rows, -1, layer.head_k_dim) for y in (q, k))
-        v, z = (y.reshape(rows, -1, layer.head_v_dim) for y in (v, layer.in_proj_z(x)))
+        q, k = (y.unflatten(1, (-1, layer.head_k_dim)) for y in (q, k))  # also of no rows
+        v, z = (y.unflatten(1, (-1, layer.head_v_dim)) for y in (v, layer.in_proj_z(x)))
         g = -layer.A_log.float().exp() * F.softplus(layer.in_proj_a(x).float() + layer.dt_bias)
         o = gated_delta_rule(q, k, v, g, layer.in_proj_b(x).sigmoid(), self.linear, self.comm, self.carry)
-        y = layer.out_proj(layer.norm(o.flatten(0, 1), z.flatten(0, 1)).reshape(rows, -1))
+        y = layer.out_proj(layer.norm(o.flatten(0, 1), z.flatten(0, 1)).reshape(len(x), layer.value_dim))
         return (y if self.linear is self.sharding else move(y, self.linear, self.sharding, self.comm))[None]
 
 

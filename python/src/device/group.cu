@@ -67,25 +67,32 @@ void device_group::leave() {
 bool device_group::grow(index_t result) {
     auto const ranks = static_cast<std::size_t>(nccl_->ranks());
     if (ranks == 1 || of_.window == 0) return false;
+    bool const grown = of_.window == group_options::grown;
+    index_t const step = index_t{32} << 20;
     index_t bytes = of_.window;
-    if (bytes == group_options::grown) { // twice the last, at least: so all of those before are no larger than it
-        index_t const least = shared_.empty() ? index_t{64} << 20 : 2 * shared()->bytes();
-        index_t const step = index_t{32} << 20;
-        bytes = std::max(least, (4 * result + step - 1) / step * step);
+    if (grown) { // twice the last, at least: so all of those before are no larger than it
+        index_t const least = shared_.empty() ? 2 * step : 2 * shared()->bytes();
+        bytes = std::max(least, (8 * result + step - 1) / step * step);
     }
     std::size_t free = 0, whole = 0;
     cuda::check(cudaMemGetInfo(&free, &whole), "cudaMemGetInfo");
-    bool const fits = bytes < index_t{1} << 36 && static_cast<index_t>(free) > bytes + (index_t{256} << 20); // NCCL's
     struct answer {
-        index_t window, blocks, can;
-    } const mine{bytes, of_.blocks, fits};
+        index_t window, blocks, free;
+    } const mine{bytes, of_.blocks, static_cast<index_t>(free)};
     std::vector<answer> all(ranks);
     nccl_->gather(&mine, all.data(), sizeof mine, cpx::caller::here());
+    index_t least_free = mine.free;
     for (answer const& a : all) {
         cpx::require(a.window == mine.window, "communicator", "window, bytes, on all ranks", mine.window, a.window);
         cpx::require(a.blocks == mine.blocks, "communicator", "blocks, on all ranks", mine.blocks, a.blocks);
+        least_free = std::min(least_free, a.free);
     }
-    full_ = !std::ranges::all_of(all, [](answer const& a) { return a.can != 0; });
+    if (grown) { // leaves half to the framework
+        bytes = std::min({bytes, least_free / 2 / step * step, (index_t{1} << 36) - step});
+        full_ = bytes < 4 * result || bytes < 2 * step;
+    } else {
+        full_ = least_free <= bytes + (index_t{256} << 20); // NCCL's
+    }
     if (full_) return false;
     auto made = std::make_shared<cuda::shared_memory>(*nccl_, bytes, cpx::kernels::most_ranks, of_.blocks, true);
     if (!made->one_kernel()) return false;
