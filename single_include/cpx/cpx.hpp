@@ -7787,9 +7787,9 @@ std::conditional_t<sharded_anywhere<X>, X, detail::refused> exchange(Plan const&
                   "sharding, comm) a tensor, a sharding and a cpx::transport; give other plans rows and a target");
     throw;
 }
-template <class Plan = detail::any>
+template <class Spelled = detail::any, class Plan = Spelled>
 detail::refused exchange(Plan const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
-                         detail::any = {}) { // alone, with a list in braces, or with too many
+                         detail::any = {}) { // alone, with a list in braces or too many, of elements spelled out
     static_assert(detail::never<Plan>,
                   "cpx: exchange(plan, x, comm) wants a relayout_plan, a tensor and a cpx::transport, and exchange(x, "
                   "sharding, comm) a tensor, a sharding and a cpx::transport; give other plans rows and a target");
