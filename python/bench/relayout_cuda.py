@@ -4,7 +4,8 @@ replaces: an all-gather of every rank's rows, then a selection of those that are
 
 torchrun --nproc-per-node RANKS python/bench/relayout_cuda.py [BLOCKS ...]    (a GPU a rank)
 
-BLOCKS: multiprocessors that the kernel into the window takes, beside NCCL's messages. By default 128.
+BLOCKS: multiprocessors that the kernel into the window takes, beside NCCL's messages and what a drop-in's group has
+unasked. By default 128.
 """
 
 import os
@@ -88,6 +89,7 @@ def main():
         (blocks, cpx.torch.communicator(dist.new_group(list(range(ranks))), 60.0, window=window, blocks=blocks))
         for window, blocks in [(0, 0), *((4 << 30, int(n)) for n in sys.argv[1:] or [128])]
     ]
+    communicators.append(("unasked", cpx.torch.communicator(dist.new_group(list(range(ranks))))))
     for tokens, sequences in ((131072, 8), (131072, 1), (32768, 8)):
         measure(tokens, sequences, 2048, communicators)
     for _, comm in communicators:

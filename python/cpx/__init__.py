@@ -16,7 +16,7 @@ def program(comm):                               # the ranks are threads of this
 cpx.run(4, program)
 """
 
-from ._error import Error
+from ._error import Error, told as _told
 from ._ext import (
     Carry,
     Communicator,
@@ -199,3 +199,7 @@ __all__ = [
     "weigh_experts",
     "zigzag",
 ]
+
+for _name in __all__:
+    if type(globals()[_name]).__name__ == "nb_func":
+        globals()[_name] = _told(globals()[_name])

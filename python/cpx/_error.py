@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one exception of cpx."""
 
+import functools
 import os
 import sys
 
@@ -52,3 +53,21 @@ def require(holds: bool, where: str, problem: str, expected, got) -> None:
     """Raises Error unless it holds."""
     if not holds:
         raise Error(where, problem, str(expected), str(got))
+
+
+def told(function):
+    """Returns a function of the extension that raises Error, not TypeError, where objects are of other kinds."""
+
+    @functools.wraps(function)
+    def call(*args, **named):
+        try:
+            return function(*args, **named)
+        except TypeError as e:
+            name, text = function.__name__, str(e)
+            if not text.startswith(f"{name}(): incompatible function arguments"):
+                raise
+            wanted, got = text.replace("cpx._ext.", "cpx.").split("\n\nInvoked with types: ")
+            wanted = [line.split(name, 1)[1].rpartition(" -> ")[0] for line in wanted.splitlines()[1:]]
+        raise Error(name, "arguments", " or ".join(wanted), got)
+
+    return call

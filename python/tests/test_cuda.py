@@ -197,7 +197,7 @@ def write_to_each_other():
 
 def by_messages():
     """Returns a communicator of all ranks that exchanges by NCCL's messages alone. Collective."""
-    made = ct.communicator(dist.new_group(list(range(world))), deadline=60.0)
+    made = ct.communicator(dist.new_group(list(range(world))), deadline=60.0, window=0)
     assert made.exchange_path == "undecided"
     return made
 
@@ -342,6 +342,38 @@ def test_what_is_larger_than_its_part_of_a_window_goes_by_messages(comm):
         assert torch.equal(y, share(target, whole))
     small.wait()
     small.of.leave()
+
+
+@poisoned()
+def test_a_window_grows_with_results_and_those_before_stay(comm):
+    grown = by_window(None)
+    kept, rooms = [], []
+    for n, tokens in enumerate((100, 4000, 40000, 4000, 90000)):
+        batch = cpx.thd([0, 7, tokens])
+        source, target = cpx.shard(batch, cpx.zigzag(world)), cpx.shard(batch, cpx.sequential(world))
+        plan, whole = ct.relayout(source, target, grown), (numbers(tokens, 1024, seed=n) * 100).float()
+        mine, right = share(source, whole).detach(), share(target, whole).detach()
+        kept += [(ct.exchange(mine, plan, grown), right), (ct.exchange(mine, plan, grown), right)]
+        assert grown.exchange_path == "window" and 1024 * 4 * source.rows(rank) <= grown.of.room
+        assert grown.of.holds(kept[-1][0].data_ptr()), f"{tokens} tokens are not in the window"
+        rooms.append(grown.of.room)
+    assert rooms == sorted(rooms) and rooms[0] < rooms[2] < rooms[4] and rooms[0] == rooms[1] and rooms[2] == rooms[3]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = ct.exchange(mine, plan, grown)
+    batch = cpx.thd([0, 300000])  # grows beyond what the graph has
+    source, target = cpx.shard(batch, cpx.zigzag(world)), cpx.shard(batch, cpx.sequential(world))
+    whole = torch.arange(batch.tokens, dtype=torch.int32)[:, None] + torch.arange(1024, dtype=torch.int32)
+    y = ct.exchange(share(source, whole), ct.relayout(source, target, grown), grown)
+    assert grown.of.room > rooms[-1]
+    graph.replay()
+    grown.wait()
+    assert torch.equal(y, share(target, whole)) and torch.equal(captured, right)
+    for n, (got, expected) in enumerate(kept):
+        assert torch.equal(got, expected), f"exchange {n}"
+    grown.of.leave()
+    for n, (got, expected) in enumerate(kept):
+        assert torch.equal(got, expected), f"exchange {n}, later"
 
 
 @pytest.mark.skipif(world != 2, reason="wants two ranks")
@@ -1124,7 +1156,7 @@ def right_exchange(comm, ranks, own, width=5):
 
 
 def test_a_communicator_over_the_store_of_a_group_beside_that_of_the_group(comm):
-    other = ct.Communicator(_group._over_store(dist.group.WORLD, device.index, 60.0))
+    other = ct.Communicator(_group._over_store(dist.group.WORLD, device.index, 60.0, None, 64))
     assert (other.rank, other.ranks, other.device) == (rank, world, device)
     assert right_exchange(other, world, rank) and right_exchange(comm, world, rank)
     other.of.leave()

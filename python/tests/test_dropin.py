@@ -173,6 +173,28 @@ def test_fla_convolution_and_delta_rule_are_those_of_the_whole_batch(cu, ranks):
         torch.testing.assert_close(found, right, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("cu", [(0, 1920), (0, 640, 1920)])
+def test_fla_rule_in_serial_is_bitwise_that_of_one_rank(cu):  # whose ranks begin at chunks of sequences
+    inputs = [x.float() for x in fla_inputs(cu[-1])]
+    do = torch.randn(inputs[2].shape, generator=torch.Generator().manual_seed(9))
+
+    def program(comm):
+        context = fla.build_cp_context(torch.tensor(cu), comm, carry="serial")
+        rows = own(context.sharding, comm.rank)
+        local = [t[rows][None].requires_grad_() for t in inputs]
+        o, _ = fla.chunk_gated_delta_rule(*local, cp_context=context)
+        return [t[0].detach() for t in (o, *torch.autograd.grad(o, local, do[rows][None]))]
+
+    alone = cpx.run(1, program)[0]
+    for ranks in (2, 3, 5):
+        for name, of_ranks, right in zip(["o", "dq", "dk", "dv", "dg", "dbeta"], zip(*cpx.run(ranks, program)), alone):
+            assert torch.equal(torch.cat(of_ranks), right), f"{name}, {ranks} ranks"
+    with pytest.raises(cpx.Error, match="how: expected"):
+        cpx.run(1, lambda comm: fla.chunk_gated_delta_rule(
+            *(t[None] for t in inputs), cp_context=fla.build_cp_context(torch.tensor(cu), comm, carry="both")
+        ))
+
+
 def test_fla_gates_are_computed_where_it_says_so():
     q, k, v, g, beta = (x.float()[None] for x in fla_inputs(12))
     a_log, bias = torch.linspace(-1, 1, 4), torch.linspace(0, 1, 4)

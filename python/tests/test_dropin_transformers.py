@@ -242,15 +242,15 @@ def test_what_does_not_fit_is_named(golden):
 
 
 @of_text
-@pytest.mark.parametrize("linear", ["sequential", "in_place"])
-def test_a_linear_attention_layer_has_the_gradients_of_one_rank(golden, linear):
+@pytest.mark.parametrize("linear, carry", [("sequential", "scan"), ("in_place", "scan"), ("sequential", "serial")])
+def test_a_linear_attention_layer_has_the_gradients_of_one_rank(golden, linear, carry):
     model, reference = golden
     tokens, hidden = len(reference["input_ids"]), model.config.hidden_size
     x, up = (torch.randn(tokens, hidden, generator=torch.Generator().manual_seed(s)) for s in (1, 2))
 
     def program(comm):
         layer = copy.deepcopy(model)
-        with dropin.context_parallel(layer, reference["cu_seqlens"], comm, linear=linear) as part:
+        with dropin.context_parallel(layer, reference["cu_seqlens"], comm, linear=linear, carry=carry) as part:
             net, mine = layer.model.layers[0].linear_attn, x[part.rows][None].requires_grad_()
             y = net(mine)
             y.backward(up[part.rows][None])

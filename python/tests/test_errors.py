@@ -60,6 +60,14 @@ mistakes = {
     "no deadline": (lambda: cpx.threads(2, deadline=0), "threads: deadline, s: expected more than 0"),
     "a deadline that is none": (lambda: cpx.threads(2, deadline=float("nan")), "threads: deadline, s"),
     "no threads": (lambda: cpx.threads(0), "threads::group: ranks: expected at least 1, got 0"),
+    "a batch for a sharding": (
+        lambda: cpx.relayout(cpx.thd([0, 20]), one(), 0),
+        r"relayout: arguments: expected \(source: cpx.Sharding, target: cpx.Sharding, rank: int\), got .*thd, .*Sharding",
+    ),
+    "a plan for a sharding": (
+        lambda: cpx.carry(cpx.halo(one(), 0, 3), 0), r"carry: arguments: expected \(sharding: cpx.Sharding, rank: int",
+    ),
+    "no batch": (lambda: cpx.shard([0, 20], cpx.zigzag(1)), r"shard: arguments: expected \(batch: cpx.thd, layout"),
     "rows that are too few": (
         lambda: cpx.exchange(cpx.relayout(one(), one(), 0), np.zeros((19, 2)), alone()),
         "exchange, source: rows of the buffer: expected 20, got 19",

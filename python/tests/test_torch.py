@@ -785,7 +785,7 @@ def test_a_group_on_devices_without_cuda_is_named():
             return self
 
     with pytest.raises(cpx.Error, match="communicator: cpx of this process: expected one that is built with CUDA"):
-        _group._of(OfNccl())
+        _group._of(OfNccl(), 1.0, None, 64)
 
 
 def test_a_process_group_of_one_rank_has_a_communicator(tmp_path):

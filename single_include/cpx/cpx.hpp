@@ -343,7 +343,7 @@ inline constexpr bool takes<void(P...), X...> =
 /// False, but only where the template that asserts it is used. Where one of X has been refused before, nothing more is
 /// said. Of a function's own assertions, each stands behind those before it: one mistake is said at a time.
 template <class... X>
-inline constexpr bool never = some_refused<X...>;
+inline constexpr bool never = some_refused<std::remove_cvref_t<X>...>;
 
 } // namespace cpx::detail
 
@@ -1014,6 +1014,21 @@ concept integers = std::ranges::contiguous_range<R const> && std::integral<std::
                    !std::same_as<std::ranges::range_value_t<R const>, bool> &&
                    !std::same_as<std::ranges::range_value_t<R const>, char>;
 
+namespace detail {
+
+/// An offset in braces, where one that is no whole number is refused before it could be narrowed.
+struct listed_offset {
+    listed_offset(index_t n) : number(n) {}
+    template <std::floating_point X>
+    listed_offset(X) {
+        static_assert(never<X>, "cpx: thd wants whole numbers, the offsets of its sequences: thd({0, 7, 20})");
+    }
+    operator index_t() const { return number; }
+    index_t number = 0;
+};
+
+} // namespace detail
+
 /// A packed batch of N sequences, described by their N + 1 offsets (cu_seqlens).
 ///
 /// Sequence `s` holds the global rows `offset(s) .. offset(s + 1)`. Lengths of 0 and 1, odd lengths and repeated
@@ -1060,8 +1075,9 @@ public:
               here) {}
 
     /// Of offsets in braces, which might be arguments of other constructors, too.
-    explicit thd(std::initializer_list<index_t> offsets, std::vector<index_t> valid = {}, caller here = caller::here())
-        : thd(std::vector<index_t>(offsets), std::move(valid), here) {}
+    explicit thd(std::initializer_list<detail::listed_offset> offsets, std::vector<index_t> valid = {},
+                 caller here = caller::here())
+        : thd(std::vector<index_t>(offsets.begin(), offsets.end()), std::move(valid), here) {}
 
     template <class X>
         requires(!integers<X>)
@@ -1775,6 +1791,11 @@ public:
     row_buffer(index_t count, index_t width, caller here = caller::here())
         requires std::same_as<M, host_memory>
         : row_buffer(M(), count, width, here) {}
+    template <class X = void>
+    explicit row_buffer(detail::any, detail::any = {}, detail::any = {}, detail::any = {}) {
+        static_assert(detail::never<X>, "cpx: row_buffer<T>(count, width) wants two numbers, and row_buffer<T, "
+                                        "M>(memory, count, width) an M before them; write(values) copies a list");
+    }
 
     rows<T> view() { return {values_.data(), count_, width_}; }
     rows<T const> view() const { return {values_.data(), count_, width_}; }
@@ -1788,6 +1809,13 @@ public:
         require(std::ssize(values) == count_ * width_, "row_buffer", "elements to write", count_ * width_,
                 values.size(), here);
         if (memory_) memory_->write(values_.data(), values, here);
+    }
+    template <class X>
+        requires(!std::convertible_to<X const&, std::span<T const>>)
+    detail::refused write(X const&) {
+        static_assert(detail::never<X>,
+                      "cpx: row_buffer::write wants a vector, array or span of the buffer's elements");
+        return {};
     }
     /// Returns all elements, row after row.
     std::vector<T> read(caller here = caller::here()) const {
@@ -3166,6 +3194,7 @@ namespace cpx {
 /// For dispatchers that balance load at run time, such as MagiAttention's (there: over the batch).
 class table {
 public:
+    table() = delete; // which says less than a sentence, but is no default constructor to who asks for one
     /// Throws `cpx::error` that names the first chunk whose owner is not a rank.
     table(int ranks, std::vector<int> owners, caller here = caller::here()) : ranks_(ranks) {
         require(ranks > 0, "table", "ranks", "at least 1", ranks, here);
@@ -3323,8 +3352,9 @@ public:
     }
     template <class X>
         requires(!std::convertible_to<X const&, std::span<T const>>)
-    void write(X const&) {
+    detail::refused write(X const&) {
         static_assert(detail::never<X>, "cpx: tensor::write wants a vector, array or span of the tensor's elements");
+        return {};
     }
     /// Returns all elements, row after row, once what was given to the memory's stream before is done.
     std::vector<T> read(caller here = caller::here()) const { return memory_.read(elements(), here); }
@@ -7743,10 +7773,11 @@ tensor<element_of<X>, To, memory_of<X>> exchange(X const& from, To const& to, Co
 }
 
 template <class Plan, class X, class Y, class Comm>
-void exchange(Plan const&, X const&, Y&&, Comm&, caller = caller::here()) {
+detail::refused exchange(Plan const&, X const&, Y&&, Comm&, caller = caller::here()) {
     static_assert(detail::never<Plan, X, std::remove_cvref_t<Y>>,
                   "cpx: exchange(plan, from, to, comm) wants a relayout_plan and two tensors, or any plan and two "
                   "cpx::rows, and a cpx::transport; view memory as sharded, or as rows");
+    return {};
 }
 template <class Plan, class X>
 std::conditional_t<sharded_anywhere<X>, X, detail::refused> exchange(Plan const&, X const&, detail::any = {},
@@ -7756,9 +7787,9 @@ std::conditional_t<sharded_anywhere<X>, X, detail::refused> exchange(Plan const&
                   "sharding, comm) a tensor, a sharding and a cpx::transport; give other plans rows and a target");
     throw;
 }
-template <class Plan = detail::any>
+template <class Spelled = detail::any, class Plan = Spelled>
 detail::refused exchange(Plan const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
-                         detail::any = {}) { // alone, with a list in braces, or with too many
+                         detail::any = {}) { // alone, with a list in braces or too many, of elements spelled out
     static_assert(detail::never<Plan>,
                   "cpx: exchange(plan, x, comm) wants a relayout_plan, a tensor and a cpx::transport, and exchange(x, "
                   "sharding, comm) a tensor, a sharding and a cpx::transport; give other plans rows and a target");

@@ -212,6 +212,8 @@ cpx::mesh const of_sizes(8, 2);
 cpx::tensor<float, cpx::sharding<cpx::zigzag<4>>> const moved_elsewhere = cpx::make_tensor<float>(sharding, 0, 1);
 // expect: table wants the number of ranks and the rank of every chunk
 cpx::table const owners(std::vector<int>{0, 1});
+// expect: (use of deleted function|call to deleted constructor of|default constructor of) .*cpx::table
+cpx::table of_nobody;
 // expect: piecewise.ranks, batch, pieces. wants the number of ranks
 cpx::piecewise<int> const of_no_pieces{cpx::thd()};
 // expect: segments.sharding, rank. wants a sharding
@@ -262,4 +264,16 @@ auto const no_halo_bound = cpx::halo_lower_bound(3, sharding);
 auto const no_offsets = cpx::offsets(sharding, 0);
 // expect: features_by_item.media, kind, ranks. wants a cpx::media
 auto const no_features = cpx::features_by_item(4, sharding);
+// expect: thd wants whole numbers
+cpx::thd const of_halves({0, 7.5, 20});
+// expect: row_buffer<T>.count, width. wants two numbers
+// expect: row_buffer<T>.count, width. wants two numbers
+// expect: row_buffer<T>.count, width. wants two numbers
+// expect: row_buffer<T>.count, width. wants two numbers
+cpx::row_buffer<short> const buffer_of_text(2, "4");
+cpx::row_buffer<int> const buffer_of_values(std::vector<int>{1, 2});
+cpx::row_buffer<float> const buffer_of_no_width(4);
+cpx::row_buffer<double> const buffer_of_two_widths(2, 4, 4, 4);
+// expect: row_buffer::write wants a vector, array or span
+void writes(cpx::row_buffer<float>& to, std::vector<double> const& values) { to.write(values); }
 #endif

@@ -280,7 +280,39 @@ void rows_to_write(cpx::moe_weights<float> const& w, cpx::rows<float> x, cpx::ro
     cpx::moe_backward(w, cpx::moe(w, x, 2, x), x, x);
     cpx::moe(w, x, cpx::replay_experts<float>(x, x, chosen), cpx::expert_rows(chosen, 8), x);
 }
+void local(cpx::rows<float> x, cpx::rows<cpx::index_t> chosen, std::vector<float>& list, cpx::attended_queries<float> q,
+           std::vector<cpx::index_t> const& tokens) {
+    cpx::weigh_experts<float>(x, chosen, x);
+    cpx::attend_head_delta<float>(x, x, list);
+    cpx::attend_head_backward_query<float>(q, x, x, 1, x);
+    cpx::attend_head_backward_key<float>(q, x, x, tokens, 1, x, x);
+    cpx::convolve_segment_backward_sums<float>(x, x, x, nullptr, silu, x, x);
+    cpx::convolve_segment_backward_input<float>(x, x, x, x);
+    cpx::convolve_segment_backward_weight<float>(x, x, x, x, list.data());
+}
 #else
+// What writes into its last argument returns nothing, refused or not; what is done with that is no second mistake.
+// expect: linear<T>.x, weight, y. wants rows of T
+// expect: weigh_experts<T>.logits, chosen, weights. wants rows of T
+// expect: attend_head_delta<T>.o, dout, delta. wants rows of T
+// expect: attend_head_backward_query<T>.from, k, v, scale, dq. wants attended_queries
+// expect: attend_head_backward_key<T>.from, k, v, tokens, scale, dk, dv. wants attended_queries
+// expect: convolve_segment_backward_sums<T>.history, x, weight, bias, activation, dy, dz. wants rows
+// expect: convolve_segment_backward_input<T>.dz, future, weight, dx. wants rows
+// expect: convolve_segment_backward_weight<T>.history, x, dz, dweight, dbias. wants rows
+// expect: make_tensor<T>.sharding, rank, width. wants a sharding
+void local(cpx::rows<float> x, std::vector<float>& dbias) {
+    auto const y = cpx::linear<float>(x, x);
+    cpx::weigh_experts<float>(x, x, x);
+    cpx::attend_head_delta<float>(x, x);
+    cpx::attend_head_backward_query<float>(x, x, x, 1, x);
+    cpx::attend_head_backward_key<float>(x, x, x, 1, x, x);
+    cpx::convolve_segment_backward_sums<float>(x, x, x, silu, x, x);
+    cpx::convolve_segment_backward_input<float>(x, x, x);
+    cpx::convolve_segment_backward_weight(x, x, x, x, dbias);
+    cpx::rms_norm(cpx::make_tensor<float>(4u, 4), dbias, 1, x); // whose argument is refused, and no more said
+}
+
 using held_twice = cpx::tensor<float, zigzag>&;
 using labels_of = std::vector<cpx::index_t> const&;
 
@@ -577,6 +609,25 @@ using positioned = whole;
 using from_tower = wanted; // rows that are at their placeholders already
 using selected = made;
 using ids = cpx::sharded<int const, zigzag>;
+
+// An argument that has been refused is no second mistake, in whatever place a tensor stands.
+// expect: make_tensor<T>.sharding, rank, width. wants a sharding
+// expect: make_tensor<T>.sharding, rank, width. wants a sharding
+// expect: make_tensor<T>.sharding, rank, width. wants a sharding
+// expect: make_tensor<T>.sharding, rank, width. wants a sharding
+void of_refused_tensors(held_twice x, cpx::halo_plan<zigzag> const& plan, list w, cpx::threads& comm) {
+    cpx::rotary(x, 8, {}, cpx::make_tensor<float>(8ll, 4));
+    cpx::attention(x, x, cpx::make_tensor<float>(8ul, 4), heads, 1, x);
+    cpx::shift_rows(plan, x, cpx::make_tensor<float>(8l, 4), comm);
+    cpx::causal_conv1d(plan, x, w, {}, silu, cpx::make_tensor<float>(8.0, 4), comm);
+}
+
+// expect: rotary<T>.x, head_dim, cos, sin, y.
+// expect: rotary_backward<T>.dy, head_dim, cos, sin, dx.
+void turns_rows(cpx::rows<float> x, cpx::rows<double> table) {
+    cpx::rotary<float>(x, 8, x, x);
+    cpx::rotary_backward<float>(x, 8, table, table, x);
+}
 #endif
 
 // A shard of a shard.

@@ -113,6 +113,6 @@ inline constexpr bool takes<void(P...), X...> =
 /// False, but only where the template that asserts it is used. Where one of X has been refused before, nothing more is
 /// said. Of a function's own assertions, each stands behind those before it: one mistake is said at a time.
 template <class... X>
-inline constexpr bool never = some_refused<X...>;
+inline constexpr bool never = some_refused<std::remove_cvref_t<X>...>;
 
 } // namespace cpx::detail

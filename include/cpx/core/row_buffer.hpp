@@ -20,6 +20,11 @@ public:
     row_buffer(index_t count, index_t width, caller here = caller::here())
         requires std::same_as<M, host_memory>
         : row_buffer(M(), count, width, here) {}
+    template <class X = void>
+    explicit row_buffer(detail::any, detail::any = {}, detail::any = {}, detail::any = {}) {
+        static_assert(detail::never<X>, "cpx: row_buffer<T>(count, width) wants two numbers, and row_buffer<T, "
+                                        "M>(memory, count, width) an M before them; write(values) copies a list");
+    }
 
     rows<T> view() { return {values_.data(), count_, width_}; }
     rows<T const> view() const { return {values_.data(), count_, width_}; }
@@ -33,6 +38,13 @@ public:
         require(std::ssize(values) == count_ * width_, "row_buffer", "elements to write", count_ * width_,
                 values.size(), here);
         if (memory_) memory_->write(values_.data(), values, here);
+    }
+    template <class X>
+        requires(!std::convertible_to<X const&, std::span<T const>>)
+    detail::refused write(X const&) {
+        static_assert(detail::never<X>,
+                      "cpx: row_buffer::write wants a vector, array or span of the buffer's elements");
+        return {};
     }
     /// Returns all elements, row after row.
     std::vector<T> read(caller here = caller::here()) const {

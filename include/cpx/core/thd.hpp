@@ -28,6 +28,21 @@ concept integers = std::ranges::contiguous_range<R const> && std::integral<std::
                    !std::same_as<std::ranges::range_value_t<R const>, bool> &&
                    !std::same_as<std::ranges::range_value_t<R const>, char>;
 
+namespace detail {
+
+/// An offset in braces, where one that is no whole number is refused before it could be narrowed.
+struct listed_offset {
+    listed_offset(index_t n) : number(n) {}
+    template <std::floating_point X>
+    listed_offset(X) {
+        static_assert(never<X>, "cpx: thd wants whole numbers, the offsets of its sequences: thd({0, 7, 20})");
+    }
+    operator index_t() const { return number; }
+    index_t number = 0;
+};
+
+} // namespace detail
+
 /// A packed batch of N sequences, described by their N + 1 offsets (cu_seqlens).
 ///
 /// Sequence `s` holds the global rows `offset(s) .. offset(s + 1)`. Lengths of 0 and 1, odd lengths and repeated
@@ -74,8 +89,9 @@ public:
               here) {}
 
     /// Of offsets in braces, which might be arguments of other constructors, too.
-    explicit thd(std::initializer_list<index_t> offsets, std::vector<index_t> valid = {}, caller here = caller::here())
-        : thd(std::vector<index_t>(offsets), std::move(valid), here) {}
+    explicit thd(std::initializer_list<detail::listed_offset> offsets, std::vector<index_t> valid = {},
+                 caller here = caller::here())
+        : thd(std::vector<index_t>(offsets.begin(), offsets.end()), std::move(valid), here) {}
 
     template <class X>
         requires(!integers<X>)

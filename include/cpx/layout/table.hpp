@@ -16,6 +16,7 @@ namespace cpx {
 /// For dispatchers that balance load at run time, such as MagiAttention's (there: over the batch).
 class table {
 public:
+    table() = delete; // which says less than a sentence, but is no default constructor to who asks for one
     /// Throws `cpx::error` that names the first chunk whose owner is not a rank.
     table(int ranks, std::vector<int> owners, caller here = caller::here()) : ranks_(ranks) {
         require(ranks > 0, "table", "ranks", "at least 1", ranks, here);

@@ -120,8 +120,9 @@ public:
     }
     template <class X>
         requires(!std::convertible_to<X const&, std::span<T const>>)
-    void write(X const&) {
+    detail::refused write(X const&) {
         static_assert(detail::never<X>, "cpx: tensor::write wants a vector, array or span of the tensor's elements");
+        return {};
     }
     /// Returns all elements, row after row, once what was given to the memory's stream before is done.
     std::vector<T> read(caller here = caller::here()) const { return memory_.read(elements(), here); }

@@ -146,11 +146,12 @@ void attention(Q const& q, K const& k, V const& v, attention_heads const& heads,
         detail::attend<element_of<O>, sharding_of<Q>, sharding_of<K>, memory_of<Q>>(q.view(), k.view(), v.view(), heads,
                                                                                     scale, o.view(), lse, here);
 }
-template <class X = detail::any>
-detail::refused attention(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
-                          detail::any = {}, detail::any = {}, detail::any = {}) {
-    static_assert(detail::never<X>, "cpx: attention(q, k, v, heads, scale, o) wants tensors q, k, v and o, and then "
-                                    "perhaps rows for lse; view other memory as sharded(rows, sharding, rank)");
+template <class X = detail::any, class Y1 = detail::any, class Y2 = detail::any, class Y3 = detail::any>
+detail::refused attention(X const& = {}, Y1 const& = {}, Y2 const& = {}, detail::any = {}, detail::any = {},
+                          Y3 const& = {}, detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<X, Y1, Y2, Y3>,
+                  "cpx: attention(q, k, v, heads, scale, o) wants tensors q, k, v and o, and then "
+                  "perhaps rows for lse; view other memory as sharded(rows, sharding, rank)");
     return {};
 }
 

@@ -103,10 +103,10 @@ void attention_delta(O const& o, D const& dout, index_t dim, Y&& delta, caller h
     if constexpr (fits && writes)
         detail::sum_delta<element_of<O>, sharding_of<O>, memory_of<O>>(o.view(), dout.view(), dim, delta.view(), here);
 }
-template <class X = detail::any>
-detail::refused attention_delta(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
+template <class X = detail::any, class Y1 = detail::any, class Y2 = detail::any>
+detail::refused attention_delta(X const& = {}, Y1 const& = {}, detail::any = {}, Y2 const& = {}, detail::any = {}) {
     static_assert(
-        detail::never<X>,
+        detail::never<X, Y1, Y2>,
         "cpx: attention_delta(o, dout, dim, delta) wants tensors; view other memory as sharded(rows, sharding, rank)");
     return {};
 }

@@ -108,7 +108,8 @@ balance_loss<T> expert_balance(expert_choices<T> const& of, S const& sharding, b
 }
 
 template <class X = detail::any>
-detail::refused expert_balance(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
+detail::refused expert_balance(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {},
+                               detail::any = {}) {
     static_assert(detail::never<X>,
                   "cpx: expert_balance(of, sharding, over, comm) wants expert_choices of this rank's rows, their "
                   "sharding, a balance_over and a cpx::transport");

@@ -189,10 +189,10 @@ void causal_conv1d(halo_plan<S> const& plan, X const& x, rows_or_list<element_of
     }
 }
 
-template <class Plan = detail::any>
-detail::refused causal_conv1d(Plan const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
-                              detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
-    static_assert(detail::never<Plan>,
+template <class Plan = detail::any, class Y1 = detail::any, class Y2 = detail::any>
+detail::refused causal_conv1d(Plan const& = {}, Y1 const& = {}, detail::any = {}, detail::any = {}, detail::any = {},
+                              Y2 const& = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<Plan, Y1, Y2>,
                   "cpx: causal_conv1d wants a halo_plan, a tensor x, weight and bias of its elements, an "
                   "activation, a tensor y, and a cpx::transport of their memory; make the plan with "
                   "halo(x.sharding(), ...)");
@@ -337,11 +337,11 @@ void causal_conv1d_backward(halo_plan<S> const& before, halo_plan<A> const& afte
         convolve_backward(given, comm, here);
     }
 }
-template <class Plan = detail::any>
-detail::refused causal_conv1d_backward(Plan const& = {}, detail::any = {}, detail::any = {}, detail::any = {},
-                                       detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
+template <class Plan = detail::any, class Y1 = detail::any, class Y2 = detail::any>
+detail::refused causal_conv1d_backward(Plan const& = {}, detail::any = {}, Y1 const& = {}, detail::any = {},
+                                       detail::any = {}, detail::any = {}, Y2 const& = {}, detail::any = {},
                                        detail::any = {}, detail::any = {}) {
-    static_assert(detail::never<Plan>,
+    static_assert(detail::never<Plan, Y1, Y2>,
                   "cpx: causal_conv1d_backward wants two halo_plans, a tensor x, weight and bias of its elements, "
                   "an activation, a tensor dy, gradients and a cpx::transport of their memory; make the plans "
                   "with halo(x.sharding(), ...)");

@@ -153,11 +153,11 @@ void gated_delta_rule(carry_plan<How, S> const& plan, delta_rule_tensors<T, X, M
         run_delta_rule(plan, r, t, by, here);
     }
 }
-template <class Plan = detail::any>
-detail::refused gated_delta_rule(Plan const& = {}, detail::any = {}, detail::any = {}, detail::any = {},
+template <class Plan = detail::any, class Y = detail::any>
+detail::refused gated_delta_rule(Plan const& = {}, Y const& = {}, detail::any = {}, detail::any = {}, detail::any = {},
                                  detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
-                                 detail::any = {}, detail::any = {}) {
-    static_assert(detail::never<Plan>,
+                                 detail::any = {}) {
+    static_assert(detail::never<Plan, Y>,
                   "cpx: gated_delta_rule wants a carry_plan, delta_rule_tensors, heads, options and a "
                   "cpx::transport; make the plan with carry<scan>(q.sharding(), ...)");
     return {};

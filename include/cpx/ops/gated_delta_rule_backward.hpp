@@ -71,10 +71,10 @@ void gated_delta_rule_backward(carry_plan<How, S> const& plan, delta_rule_tensor
         run_delta_rule_backward(plan, r, t, to, by, here);
     }
 }
-template <class Plan = detail::any>
-detail::refused gated_delta_rule_backward(Plan const& = {}, detail::any = {}, detail::any = {}, detail::any = {},
+template <class Plan = detail::any, class Y1 = detail::any, class Y2 = detail::any>
+detail::refused gated_delta_rule_backward(Plan const& = {}, Y1 const& = {}, Y2 const& = {}, detail::any = {},
                                           detail::any = {}, detail::any = {}, detail::any = {}) {
-    static_assert(detail::never<Plan>,
+    static_assert(detail::never<Plan, Y1, Y2>,
                   "cpx: gated_delta_rule_backward wants a carry_plan, the forward's delta_rule_tensors, "
                   "delta_rule_gradient_tensors, heads, options and a cpx::transport; make the plan with "
                   "carry<scan>(q.sharding(), ...)");

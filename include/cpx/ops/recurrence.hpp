@@ -272,9 +272,9 @@ void recur(carry_plan<How, S> const& plan, R const& r, recurrence_tensors<T, X, 
         detail::recur_on_host(plan, r, t, comm, here);
     }
 }
-template <class Plan = detail::any>
-detail::refused recur(Plan const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
-    static_assert(detail::never<Plan>,
+template <class Plan = detail::any, class Y = detail::any>
+detail::refused recur(Plan const& = {}, detail::any = {}, Y const& = {}, detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<Plan, Y>,
                   "cpx: recur wants a carry_plan, a recurrence, recurrence_tensors and a cpx::transport; make the "
                   "plan with carry<scan>(sharding, rank)");
     return {};
@@ -308,10 +308,10 @@ void recur_backward(carry_plan<How, S> const& plan, R const& r, recurrence_tenso
         detail::recur_backward_on_host(plan, r, t, to, comm, here);
     }
 }
-template <class Plan = detail::any>
-detail::refused recur_backward(Plan const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
+template <class Plan = detail::any, class Y1 = detail::any, class Y2 = detail::any>
+detail::refused recur_backward(Plan const& = {}, detail::any = {}, Y1 const& = {}, Y2 const& = {}, detail::any = {},
                                detail::any = {}) {
-    static_assert(detail::never<Plan>,
+    static_assert(detail::never<Plan, Y1, Y2>,
                   "cpx: recur_backward wants a carry_plan, a recurrence, recurrence_tensors, "
                   "recurrence_gradients and a cpx::transport; make the plan with carry<scan>(sharding, rank)");
     return {};

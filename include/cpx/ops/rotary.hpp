@@ -82,10 +82,10 @@ void rotary(sharded_positions<S> const& positions, X const& x, index_t head_dim,
             rotary_pairs<detail::rotary_number<element_of<X>>> const& pairs, Y&& y, caller here = caller::here()) {
     detail::rotate_sharded<false>(positions, x, head_dim, pairs, std::forward<Y>(y), here);
 }
-template <class X = detail::any>
-detail::refused rotary(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
+template <class X = detail::any, class Y1 = detail::any, class Y2 = detail::any>
+detail::refused rotary(X const& = {}, detail::any = {}, detail::any = {}, Y1 const& = {}, Y2 const& = {},
                        detail::any = {}) {
-    static_assert(detail::never<X>,
+    static_assert(detail::never<X, Y1, Y2>,
                   "cpx: rotary(x, head_dim, options, y) wants tensors x and y, and rotary(positions, x, head_dim, "
                   "pairs, y) sharded_positions first; view other memory as sharded(rows, sharding, rank)");
     return {};
@@ -98,11 +98,11 @@ void rotary_backward(sharded_positions<S> const& positions, X const& dy, index_t
                      caller here = caller::here()) {
     detail::rotate_sharded<true>(positions, dy, head_dim, pairs, std::forward<Y>(dx), here);
 }
-template <class X = detail::any>
-detail::refused rotary_backward(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
+template <class X = detail::any, class Y1 = detail::any, class Y2 = detail::any>
+detail::refused rotary_backward(X const& = {}, detail::any = {}, detail::any = {}, Y1 const& = {}, Y2 const& = {},
                                 detail::any = {}) {
     static_assert(
-        detail::never<X>,
+        detail::never<X, Y1, Y2>,
         "cpx: rotary_backward(dy, head_dim, options, dx) wants tensors dy and dx, and rotary_backward(positions, dy, "
         "head_dim, pairs, dx) sharded_positions first; view other memory as sharded(rows, sharding, rank)");
     return {};

@@ -88,10 +88,10 @@ void shift_rows(halo_plan<S> const& plan, X const& x, Y&& y, Comm& comm, element
         detail::shift<element_of<X>, S>("shift_rows", plan, x.view(), y.view(), fill, comm, here);
     }
 }
-template <class Plan = detail::any>
-detail::refused shift_rows(Plan const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
+template <class Plan = detail::any, class Y1 = detail::any, class Y2 = detail::any>
+detail::refused shift_rows(Plan const& = {}, Y1 const& = {}, Y2 const& = {}, detail::any = {}, detail::any = {},
                            detail::any = {}) {
-    static_assert(detail::never<Plan>,
+    static_assert(detail::never<Plan, Y1, Y2>,
                   "cpx: shift_rows wants a halo_plan, tensors x and y, and a cpx::transport; make the plan with "
                   "halo(x.sharding(), rank, k, side::after)");
     return {};

@@ -54,10 +54,10 @@ void next_token_labels(halo_plan<S> const& plan, X const& tokens, Y&& labels, Co
                   "have a name");
     if constexpr (fits && writes) detail::shift_labels<S>(plan, tokens.view(), labels.view(), comm, here);
 }
-template <class Plan = detail::any>
-detail::refused next_token_labels(Plan const& = {}, detail::any = {}, detail::any = {}, detail::any = {},
+template <class Plan = detail::any, class Y1 = detail::any, class Y2 = detail::any>
+detail::refused next_token_labels(Plan const& = {}, Y1 const& = {}, Y2 const& = {}, detail::any = {},
                                   detail::any = {}) {
-    static_assert(detail::never<Plan>,
+    static_assert(detail::never<Plan, Y1, Y2>,
                   "cpx: next_token_labels wants a halo_plan, tensors of tokens and labels, and a cpx::transport; "
                   "make the plan with halo(tokens.sharding(), rank, 1, side::after)");
     return {};

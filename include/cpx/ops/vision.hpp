@@ -49,10 +49,11 @@ void put_features(sharded_positions<S> const& positions, media_kind kind, F cons
         detail::at_placeholders("put_features", positions, kind, x.view(), features.view(), here,
                                 [](auto* row, auto const* feature, index_t n) { std::copy_n(feature, n, row); });
 }
-template <class X = detail::any>
-detail::refused put_features(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
-    static_assert(detail::never<X>, "cpx: put_features(positions, kind, features, x) wants sharded_positions, a "
-                                    "media_kind, and tensors; view other memory as sharded(rows, sharding, rank)");
+template <class X = detail::any, class Y1 = detail::any, class Y2 = detail::any>
+detail::refused put_features(X const& = {}, detail::any = {}, Y1 const& = {}, Y2 const& = {}, detail::any = {}) {
+    static_assert(detail::never<X, Y1, Y2>,
+                  "cpx: put_features(positions, kind, features, x) wants sharded_positions, a "
+                  "media_kind, and tensors; view other memory as sharded(rows, sharding, rank)");
     return {};
 }
 
@@ -73,10 +74,10 @@ void put_features_backward(sharded_positions<S> const& positions, media_kind kin
                                     std::fill_n(row, n, element_of<X>{});
                                 });
 }
-template <class X = detail::any>
-detail::refused put_features_backward(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {},
+template <class X = detail::any, class Y1 = detail::any, class Y2 = detail::any>
+detail::refused put_features_backward(X const& = {}, detail::any = {}, Y1 const& = {}, Y2 const& = {},
                                       detail::any = {}) {
-    static_assert(detail::never<X>,
+    static_assert(detail::never<X, Y1, Y2>,
                   "cpx: put_features_backward(positions, kind, dx, dfeatures) wants sharded_positions, a media_kind, "
                   "and tensors; view other memory as sharded(rows, sharding, rank)");
     return {};
@@ -98,10 +99,11 @@ void add_features(sharded_positions<S> const& positions, media_kind kind, F cons
                                     for (index_t c = 0; c < n; ++c) row[c] += feature[c];
                                 });
 }
-template <class X = detail::any>
-detail::refused add_features(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
-    static_assert(detail::never<X>, "cpx: add_features(positions, kind, features, x) wants sharded_positions, a "
-                                    "media_kind, and tensors; view other memory as sharded(rows, sharding, rank)");
+template <class X = detail::any, class Y1 = detail::any, class Y2 = detail::any>
+detail::refused add_features(X const& = {}, detail::any = {}, Y1 const& = {}, Y2 const& = {}, detail::any = {}) {
+    static_assert(detail::never<X, Y1, Y2>,
+                  "cpx: add_features(positions, kind, features, x) wants sharded_positions, a "
+                  "media_kind, and tensors; view other memory as sharded(rows, sharding, rank)");
     return {};
 }
 
@@ -118,10 +120,10 @@ void add_features_backward(sharded_positions<S> const& positions, media_kind kin
         detail::at_placeholders("add_features_backward", positions, kind, dx.view(), dfeatures.view(), here,
                                 [](auto const* row, auto* feature, index_t n) { std::copy_n(row, n, feature); });
 }
-template <class X = detail::any>
-detail::refused add_features_backward(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {},
+template <class X = detail::any, class Y1 = detail::any, class Y2 = detail::any>
+detail::refused add_features_backward(X const& = {}, detail::any = {}, Y1 const& = {}, Y2 const& = {},
                                       detail::any = {}) {
-    static_assert(detail::never<X>,
+    static_assert(detail::never<X, Y1, Y2>,
                   "cpx: add_features_backward(positions, kind, dx, dfeatures) wants sharded_positions, a media_kind, "
                   "and tensors; view other memory as sharded(rows, sharding, rank)");
     return {};

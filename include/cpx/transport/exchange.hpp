@@ -216,10 +216,11 @@ tensor<element_of<X>, To, memory_of<X>> exchange(X const& from, To const& to, Co
 }
 
 template <class Plan, class X, class Y, class Comm>
-void exchange(Plan const&, X const&, Y&&, Comm&, caller = caller::here()) {
+detail::refused exchange(Plan const&, X const&, Y&&, Comm&, caller = caller::here()) {
     static_assert(detail::never<Plan, X, std::remove_cvref_t<Y>>,
                   "cpx: exchange(plan, from, to, comm) wants a relayout_plan and two tensors, or any plan and two "
                   "cpx::rows, and a cpx::transport; view memory as sharded, or as rows");
+    return {};
 }
 template <class Plan, class X>
 std::conditional_t<sharded_anywhere<X>, X, detail::refused> exchange(Plan const&, X const&, detail::any = {},
@@ -229,9 +230,9 @@ std::conditional_t<sharded_anywhere<X>, X, detail::refused> exchange(Plan const&
                   "sharding, comm) a tensor, a sharding and a cpx::transport; give other plans rows and a target");
     throw;
 }
-template <class Plan = detail::any>
+template <class Spelled = detail::any, class Plan = Spelled>
 detail::refused exchange(Plan const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
-                         detail::any = {}) { // alone, with a list in braces, or with too many
+                         detail::any = {}) { // alone, with a list in braces or too many, of elements spelled out
     static_assert(detail::never<Plan>,
                   "cpx: exchange(plan, x, comm) wants a relayout_plan, a tensor and a cpx::transport, and exchange(x, "
                   "sharding, comm) a tensor, a sharding and a cpx::transport; give other plans rows and a target");

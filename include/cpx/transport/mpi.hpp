@@ -64,11 +64,12 @@ public:
 
     template <class X = detail::any, class... More>
         requires(!std::invocable<X&, mpi&> || !fits<More...>)
-    static void run(X const& = {}, More const&...) {
+    static detail::refused run(X const& = {}, More const&...) {
         static_assert(
             detail::never<X>,
             "cpx: mpi::run(program, deadline, group) wants a program that takes its rank, [&](cpx::mpi& comm) "
             "{ ... }, and then perhaps milliseconds and an MPI_Comm; MPI starts the ranks");
+        return {};
     }
 
     /// Duplicates `group`, which is not needed afterwards. `deadline` is the longest that a rank waits for the others,

@@ -63,12 +63,14 @@ def causal_conv1d(x, weight, bias, activation, of, comm):
     return _as(x.dtype, y)
 
 
-def gated_delta_rule(q, k, v, g, beta, of, comm, **options):
-    """cpx.torch.gated_delta_rule on the sharding `of`. q, k, v: (rows, heads, dim), g, beta: (rows, heads). As v."""
+def gated_delta_rule(q, k, v, g, beta, of, comm, how, **options):
+    """cpx.torch.gated_delta_rule on the sharding `of`. q, k, v: (rows, heads, dim), g, beta: (rows, heads). As v.
+
+    how: states are handed on, as of cpx.carry."""
     if v.is_cpu:
         q, k, v_, g, beta = _computed((q, k, v, g, beta))
     else:  # where gates are float32, whatever the others
         q, k, v_ = _computed((q, k, v))
         g, beta = (x.float().contiguous() for x in (g, beta))
     inputs = q, k, v_, g, beta
-    return _as(v.dtype, cpx.torch.gated_delta_rule(*inputs, cpx.torch.carry(of, comm), comm, **options))
+    return _as(v.dtype, cpx.torch.gated_delta_rule(*inputs, cpx.torch.carry(of, comm, how), comm, **options))

@@ -27,7 +27,7 @@ class CPContext:
     cu_seqlens: the local offsets, int32, on the device of the global ones; cu_seqlens_cpu: on the host.
     first: of the sequence of the first local row, last: of the last one. pre_num_ranks: how many ranks before this one
     have rows of the first; post_num_ranks: how many behind have rows of the last. pre_num_conv_tokens: tokens of the
-    first on other ranks before this one.
+    first on other ranks before this one. carry: how states are handed on, see `build_cp_context`.
     """
 
     group: object = None
@@ -41,6 +41,7 @@ class CPContext:
     pre_num_conv_tokens: object = None
     sharding: object = None
     comm: object = None
+    carry: str = "scan"
 
     @property
     def num_seqs(self):
@@ -55,7 +56,7 @@ class CPContext:
 
 
 def get_cp_cu_seqlens(
-    cu_seqlens, cu_seqlens_cpu=None, world_size=None, rank=None, group=None, conv1d_kernel_size=None
+    cu_seqlens, cu_seqlens_cpu=None, world_size=None, rank=None, group=None, conv1d_kernel_size=None, *, carry="scan"
 ):
     """Returns the context of a rank, told or of a group; with the group it can be computed with. Local."""
     comm = None if group is None else communicator(group)
@@ -74,16 +75,18 @@ def get_cp_cu_seqlens(
         behind = bisect.bisect(begins, last) - 1 - rank
     return CPContext(
         group, local.to(getattr(cu_seqlens, "device", "cpu")), local, behind == 0, before, before == 0, behind,
-        conv1d_kernel_size, tokens, of, comm,
+        conv1d_kernel_size, tokens, of, comm, carry,
     )
 
 
-def build_cp_context(cu_seqlens, group, conv1d_kernel_size=None, cu_seqlens_cpu=None):
+def build_cp_context(cu_seqlens, group, conv1d_kernel_size=None, cu_seqlens_cpu=None, *, carry="scan"):
     """Returns the context of this rank of a group, for the batch with these global offsets. Local.
 
-    cu_seqlens_cpu: the same on the host, which saves waiting for the device.
+    cu_seqlens_cpu: the same on the host, which saves waiting for the device. carry, beyond the peer's: "scan", all ranks
+    compute at once, or "serial", one behind another, bitwise as one rank where each rank's rows begin at a multiple of
+    64 tokens (chunk_size) of their sequence; as of cpx.carry.
     """
-    return get_cp_cu_seqlens(cu_seqlens, cu_seqlens_cpu, group=group, conv1d_kernel_size=conv1d_kernel_size)
+    return get_cp_cu_seqlens(cu_seqlens, cu_seqlens_cpu, None, None, group, conv1d_kernel_size, carry=carry)
 
 
 def _peer(where):
@@ -150,7 +153,7 @@ def chunk_gated_delta_rule(
     if use_beta_sigmoid_in_kernel:
         beta = beta.sigmoid() * (2 if allow_neg_eigval else 1)
     o = _common.gated_delta_rule(
-        q, k, v, g, beta, cp_context.sharding, cp_context.comm, qk_l2norm=use_qk_l2norm_in_kernel, scale=scale,
+        q, k, v, g, beta, cp_context.sharding, cp_context.comm, cp_context.carry, qk_l2norm=use_qk_l2norm_in_kernel, scale=scale,
         chunk=kwargs.get("chunk_size", 64),
     )
     return o[None], None

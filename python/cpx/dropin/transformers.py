@@ -50,7 +50,8 @@ class Part:
     another one of their sequence precedes, padding aside: what a mean of log-probabilities is divided by.
     """
 
-    def __init__(self, model, batch, comm, layout, linear):
+    def __init__(self, model, batch, comm, layout, linear, carry):
+        self.carry = carry
         self.model, self.comm, self.batch = model, comm, batch
         rank = comm.rank
         self.sharding = cpx.shard(batch, layout)
@@ -66,7 +67,12 @@ class Part:
         self.everything = cpx.replicated(comm.ranks, batch)
         if linear not in ("sequential", "in_place"):
             raise cpx.Error(_where, "linear", '"sequential" or "in_place"', repr(linear))
-        self.linear = packed(batch, comm.ranks) if linear == "sequential" else self.sharding
+        if linear == "in_place":
+            self.linear = self.sharding
+        elif carry == "serial":
+            self.linear = cpx.shard(batch, cpx.sequential(comm.ranks), cut=cpx.aligned(64))
+        else:
+            self.linear = packed(batch, comm.ranks)
 
     def _tensor(self, array):
         return torch.from_numpy(array).to(self.device)
@@ -185,15 +191,14 @@ class Part:
         x = hidden.squeeze(0)
         if self.linear is not self.sharding:
             x = move(x, self.sharding, self.linear, self.comm)
-        rows = len(x)
         weight, bias = layer.conv1d.weight.squeeze(1), layer.conv1d.bias
         mixed = causal_conv1d(layer.in_proj_qkv(x), weight, bias, "silu", self.linear, self.comm)
         q, k, v = mixed.split([layer.key_dim, layer.key_dim, layer.value_dim], 1)
-        q, k = (y.reshape(rows, -1, layer.head_k_dim) for y in (q, k))
-        v, z = (y.reshape(rows, -1, layer.head_v_dim) for y in (v, layer.in_proj_z(x)))
+        q, k = (y.unflatten(1, (-1, layer.head_k_dim)) for y in (q, k))  # also of no rows
+        v, z = (y.unflatten(1, (-1, layer.head_v_dim)) for y in (v, layer.in_proj_z(x)))
         g = -layer.A_log.float().exp() * F.softplus(layer.in_proj_a(x).float() + layer.dt_bias)
-        o = gated_delta_rule(q, k, v, g, layer.in_proj_b(x).sigmoid(), self.linear, self.comm)
-        y = layer.out_proj(layer.norm(o.flatten(0, 1), z.flatten(0, 1)).reshape(rows, -1))
+        o = gated_delta_rule(q, k, v, g, layer.in_proj_b(x).sigmoid(), self.linear, self.comm, self.carry)
+        y = layer.out_proj(layer.norm(o.flatten(0, 1), z.flatten(0, 1)).reshape(len(x), layer.value_dim))
         return (y if self.linear is self.sharding else move(y, self.linear, self.sharding, self.comm))[None]
 
 
@@ -223,13 +228,15 @@ _gated_delta_net = (
 
 
 @contextlib.contextmanager
-def context_parallel(model, cu_seqlens, group, *, layout=None, linear="sequential"):
+def context_parallel(model, cu_seqlens, group, *, layout=None, linear="sequential", carry="scan"):
     """Puts a model with its language model's head under context parallelism, for one packed batch. Yields a `Part`.
 
     model: ForCausalLM or ForConditionalGeneration of Qwen3.5, its mixture or Qwen3-VL, the same on every rank.
     cu_seqlens: offsets of the batch's sequences, of any lengths, or a cpx.thd. group: a torch.distributed.ProcessGroup
     or cpx.Communicator. layout: by default cpx.zigzag of its ranks. linear: "sequential", linear attention's rows are
-    relaid, or "in_place", its states and halos cross zigzag's cuts.
+    relaid, or "in_place", its states and halos cross zigzag's cuts. carry: "scan", or "serial":
+    states are handed on one behind another, and rows relaid so that each rank's begin at chunks of 64 tokens, by which
+    the delta rule is bitwise that of one rank; as of cpx.carry.
     """
     comm = communicator(group)
     batch = cu_seqlens if isinstance(cu_seqlens, cpx.thd) else cpx.thd(list(offsets(cu_seqlens)))
@@ -238,7 +245,7 @@ def context_parallel(model, cu_seqlens, group, *, layout=None, linear="sequentia
     language = getattr(inner, "language_model", inner)
     if language is None or not hasattr(model, "lm_head"):
         raise cpx.Error(_where, "model", "one for causal or conditional generation", type(model).__name__)
-    part = Part(model, batch, comm, layout, linear)
+    part = Part(model, batch, comm, layout, linear, carry)
     attributes = {}
     for module in language.modules():
         name = type(module).__name__

@@ -30,7 +30,7 @@ def device_extension(where):
 
 
 def communicator(
-    group: object = None, deadline: float = 600.0, window: int = 0, blocks: int = 0
+    group: object = None, deadline: float = 600.0, window: int | None = None, blocks: int = 64
 ) -> Communicator:
     """Returns the communicator of this rank, which every operator takes.
 
@@ -39,12 +39,16 @@ def communicator(
     (2.8 and later), else one is made over its store. Collective; a second call returns the first one's.
     deadline: the longest, in seconds, that a rank of a group waits for the others.
     window: bytes, the same on all ranks, of memory in which results of exchanges are, so that peers' kernels store rows
-    there at once; see `Communicator.exchange_path`. 0, and exchanges are NCCL's messages. A quarter of it is for
-    results that find no room or are made in other streams or in the capture of a graph: their rows are copied once
-    more. What is larger than that quarter goes by messages. Four times the results that live at once is plenty.
+    there at once; see `Communicator.exchange_path`. None: made by the first exchange, eight times its largest result and
+    64 MB at least, but no more than half of what is free, and again, twice as large where there is memory, for a
+    result that is larger than a quarter of it; those before stay until this communicator leaves. 0, and exchanges are
+    NCCL's messages. A quarter is for results that find no room or are made in other streams or in the capture of a
+    graph: their rows are copied once more. What is larger than that quarter, because the bytes were said or a device
+    has no more, goes by messages. Results that live at once have room up to five eighths of it: where many are kept
+    for the backward, say the bytes.
     blocks: multiprocessors that the kernel takes, the same on all ranks; 0: up to 128. Kernels in which ranks wait for
-    each other, those of NCCL in other streams, too, must all find room at once: where they run beside exchanges, leave
-    them some. That, and the memory, is why a window must be asked for.
+    each other, those of NCCL in other streams, too, must all find room at once: 64 leave two of NCCL's 32 each beside
+    an exchange. Where none runs there, more are faster.
     Raises cpx.Error if there is no group, none of NCCL, or if this cpx was built without CUDA.
     """
     if isinstance(group, Communicator):
@@ -70,7 +74,7 @@ def _leave_all():
         comm.of.leave()
 
 
-def _of(group, deadline=600.0, window=0, blocks=0):
+def _of(group, deadline, window, blocks):
     try:
         backend = group._get_backend(torch.device("cuda"))
     except RuntimeError:
@@ -88,7 +92,7 @@ def _of(group, deadline=600.0, window=0, blocks=0):
     return by.nccl_adopt(torch.Tensor, backend._comm_ptr(), device, deadline, window, blocks)
 
 
-def _over_store(group, device, deadline, window=0, blocks=0):
+def _over_store(group, device, deadline, window, blocks):
     """Returns the rank of a communicator of its own, whose ranks find each other by the store of their group."""
     by = device_extension(_where)
     store, key = dist.distributed_c10d._get_process_group_store(group), "cpx/nccl"

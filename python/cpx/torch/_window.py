@@ -4,7 +4,7 @@
 A pool of torch's caching allocator has them, of which the extension gives the memory: so streams, record_stream and
 whatever holds a tensor count there as for any other. (A tensor by DLPack would be given back without regard to streams
 that have recorded it.) The pool begins as one block, which torch divides and joins: what it took in other sizes would
-never fit the next packing. Where the window is full the pool goes on in other memory of the device, and rows are copied
+never fit the next packing. Where the window has grown, another pool has the new one. Where it is full the pool goes on in other memory of the device, and rows are copied
 there, which other ranks need not know. A graph keeps its memory in a pool of its own: so do results in a capture.
 """
 
@@ -22,9 +22,9 @@ def _allocator():
 
 class _Pool:
     def __init__(self, of, device):
-        self._of, self._device = of, device
+        self._of, self._device, self.room = of, device, of.room
         self._pool = torch.cuda.MemPool(_allocator().allocator())
-        whole = of.room >> 21 << 21  # as torch rounds what is large
+        whole = self.room >> 21 << 21  # as torch rounds what is large
         if whole > 10 << 20:
             self.empty(torch.empty(0, dtype=torch.uint8, device=device), [whole])  # and lets it go
 
@@ -39,9 +39,12 @@ class _Pool:
 
 def empty(like, shape, of):
     """Returns like.new_empty(shape), for what a communicator of package cpx moves: in its window if it has one."""
-    if like.is_cpu or not of.room or torch.cuda.is_current_stream_capturing():
+    if like.is_cpu or torch.cuda.is_current_stream_capturing():
+        return like.new_empty(shape)
+    room = of.room
+    if not room:
         return like.new_empty(shape)
     pool = of.pool
-    if pool is None:
+    if pool is None or pool.room != room:
         pool = of.pool = _Pool(of, like.device)
     return pool.empty(like, shape)

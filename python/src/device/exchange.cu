@@ -32,12 +32,11 @@ bool computed(relayout_value const& plan) {
     return plan.from.visit(known) && plan.to.visit(known);
 }
 
-/// Whether the window has a place for each rank's target, and kernels for the batch's offsets. The same on all ranks.
-bool fits(relayout_value const& plan, cpx::index_t width, cpx::index_t element, cpx::index_t sequences,
-          device_group const& g) {
+/// The bytes of the largest target of any rank. The same on all ranks.
+cpx::index_t target_bytes(relayout_value const& plan, cpx::index_t width, cpx::index_t element) {
     auto const first = plan.from.visit([](auto const& s) { return s.sections(); });
     auto const sections = first.empty() ? plan.to.visit([](auto const& s) { return s.sections(); }) : first;
-    auto const most = plan.to.visit([&](auto const& to) {
+    return plan.to.visit([&](auto const& to) {
         cpx::index_t bytes = 0;
         for (int r = 0; r < to.ranks(); ++r) {
             cpx::index_t const own = sections.empty() ? width : cpx::detail::local_width(to, r, sections);
@@ -45,8 +44,12 @@ bool fits(relayout_value const& plan, cpx::index_t width, cpx::index_t element, 
         }
         return bytes;
     });
+}
+
+/// Whether kernels have tables for the offsets of a batch. The same on all ranks.
+bool has_tables(relayout_value const& plan, cpx::index_t sequences) {
     constexpr cpx::index_t tables = 128 << 10; // bytes of shared memory, of every GPU that has windows
-    return most <= std::ssize(g.landing()) && (plan.from.ranks() + 2) * (sequences + 1) * 4 <= tables;
+    return (plan.from.ranks() + 2) * (sequences + 1) * 4 <= tables;
 }
 
 /// What has the size of a T: what is stored is not looked at.
@@ -95,13 +98,14 @@ void run(device_group& g, relayout_value const& plan, tensor const& x, tensor co
         return most.rows > 0 ? std::optional(room_for(plan, width, most)) : std::nullopt;
     };
     // Where no rows move, ranks do not meet.
-    if (auto* const window = p.local ? nullptr : g.shared(); window && computed(plan)) {
+    cpx::index_t const row = from.width();
+    auto const most = [&] { return target_bytes(plan, row, sizeof(T)); };
+    if (!p.local && computed(plan) && g.shares(most)) {
         using prepared = window_or_messages<T>;
-        cpx::index_t const row = from.width();
         auto const id = p.id.template for_elements<T>(row);
         std::optional<cpx::capacity> asked;
         auto const prepare = [&](prepared& made) {
-            made.by_window = fits(plan, row, sizeof(T), made.sequences, g);
+            made.by_window = has_tables(plan, made.sequences) && g.has_room(most());
             if (made.by_window) {
                 if (!made.stored) {
                     cuda::detail::agree(g.nccl(), id, p, cpx::caller::here());

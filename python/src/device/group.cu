@@ -52,55 +52,67 @@ void device_group::leave() {
         static_cast<void>(new auto(std::move(shared_)));
     }
     prepared_.clear();
-    if (shared_) {
-        shared_->deallocate(landing_.data(), landing_.size(), nullptr);
+    for (auto& [memory, landing] : shared_) {
+        memory->deallocate(landing.data(), landing.size(), nullptr);
         auto& all = windows::all();
         std::lock_guard const lock(all.guard);
         // Memory of which tensors still have some stays as long as the process: its end is for all ranks together.
-        if (shared_->empty()) std::erase(all.lent, shared_);
-        shared_.reset();
+        if (memory->empty()) std::erase(all.lent, memory);
+        memory.reset();
     }
+    shared_.clear();
     static_cast<void>(cudaSetDevice(before));
 }
 
-cuda::shared_memory* device_group::shared() {
-    if (path_ != exchange_path::undecided || is_capturing(comm_.stream())) return shared_.get();
-    path_ = exchange_path::messages;
+bool device_group::grow(index_t result) {
     auto const ranks = static_cast<std::size_t>(nccl_->ranks());
-    if (ranks == 1) return nullptr;
+    if (ranks == 1 || of_.window == 0) return false;
+    bool const grown = of_.window == group_options::grown;
+    index_t const step = index_t{32} << 20;
+    index_t bytes = of_.window;
+    if (grown) { // twice the last, at least: so all of those before are no larger than it
+        index_t const least = shared_.empty() ? 2 * step : 2 * shared()->bytes();
+        bytes = std::max(least, (8 * result + step - 1) / step * step);
+    }
     std::size_t free = 0, whole = 0;
     cuda::check(cudaMemGetInfo(&free, &whole), "cudaMemGetInfo");
     struct answer {
-        index_t window, blocks, can;
-    } const mine{of_.window, of_.blocks, static_cast<index_t>(free) > of_.window + (index_t{256} << 20)}; // NCCL's, too
+        index_t window, blocks, free;
+    } const mine{bytes, of_.blocks, static_cast<index_t>(free)};
     std::vector<answer> all(ranks);
     nccl_->gather(&mine, all.data(), sizeof mine, cpx::caller::here());
-    bool can = mine.window > 0;
+    index_t least_free = mine.free;
     for (answer const& a : all) {
         cpx::require(a.window == mine.window, "communicator", "window, bytes, on all ranks", mine.window, a.window);
         cpx::require(a.blocks == mine.blocks, "communicator", "blocks, on all ranks", mine.blocks, a.blocks);
-        can = can && a.can;
+        least_free = std::min(least_free, a.free);
     }
-    if (!can) return nullptr;
-    auto made = std::make_shared<cuda::shared_memory>(*nccl_, mine.window, cpx::kernels::most_ranks, of_.blocks, true);
-    if (!made->one_kernel()) return nullptr;
-    auto const bytes = static_cast<std::size_t>(mine.window / 4 / 256 * 256);
-    landing_ = {static_cast<char*>(made->allocate(bytes, nullptr)), bytes};
-    shared_ = std::move(made);
+    if (grown) { // leaves half to the framework
+        bytes = std::min({bytes, least_free / 2 / step * step, (index_t{1} << 36) - step});
+        full_ = bytes < 4 * result || bytes < 2 * step;
+    } else {
+        full_ = least_free <= bytes + (index_t{256} << 20); // NCCL's
+    }
+    if (full_) return false;
+    auto made = std::make_shared<cuda::shared_memory>(*nccl_, bytes, cpx::kernels::most_ranks, of_.blocks, true);
+    if (!made->one_kernel()) return false;
+    auto const part = static_cast<std::size_t>(bytes / 4 / 256 * 256);
+    std::span const landing(static_cast<char*>(made->allocate(part, nullptr)), part);
     {
         std::lock_guard const lock(windows::all().guard);
-        windows::all().lent.push_back(shared_);
+        windows::all().lent.push_back(made);
     }
-    path_ = exchange_path::window;
-    return shared_.get();
+    shared_.push_back({std::move(made), landing});
+    return true;
 }
 
 void device_group::wait() {
     auto const& now = comm();
-    shared_ ? shared_->wait(now.stream()) : now.wait();
+    if (shared_.empty()) return now.wait();
+    for (auto const& s : shared_) s.memory->wait(now.stream());
 }
 
-void device_group::lend(bool on) const { windows::now = on ? shared_ : nullptr; }
+void device_group::lend(bool on) const { windows::now = on && shared() ? shared_.back().memory : nullptr; }
 
 bool device_group::has_done_all() const {
     auto const end = std::chrono::steady_clock::now() + nccl_->deadline();
@@ -139,10 +151,7 @@ int ranks_of(device_group const& g) { return g.nccl().ranks(); }
 exchange_path path_of(device_group const& g) { return g.path(); }
 index_t room_of(device_group const& g) { return 5 * (static_cast<index_t>(g.landing().size()) / 2); } // of 4: 2.5
 void lend(device_group& g, bool on) { g.lend(on); }
-bool holds(device_group& g, void const* memory) {
-    auto const* const window = g.path() == exchange_path::window ? g.shared() : nullptr;
-    return window && window->holds(memory);
-}
+bool holds(device_group& g, void const* memory) { return g.shared() && g.shared()->holds(memory); }
 
 void require_there(device_group const& g) {
     ncclComm_t const comm = g.nccl().get(); // none: it has failed, as the call will say

@@ -127,12 +127,21 @@ public:
         return now;
     }
 
-    /// Returns the memory into which exchanges move rows, made when it is first asked for, which is collective; null if
-    /// there is none, on all ranks, or, in a capture, none yet.
-    cuda::shared_memory* shared();
+    /// Returns whether exchanges move rows into memory that ranks write to each other. It is made when this is first
+    /// asked, for results of `bytes()`, the most of any rank and the same on all, which is collective; in a capture
+    /// there is none yet.
+    template <class F>
+    bool shares(F&& bytes) {
+        if (path_ == exchange_path::undecided && !is_capturing(comm_.stream()))
+            path_ = grow(bytes()) ? exchange_path::window : exchange_path::messages;
+        return path_ == exchange_path::window;
+    }
+    /// Returns whether results of `bytes`, as of `shares`, have room there. Collective where the memory has to grow.
+    bool has_room(index_t bytes) { return bytes <= std::ssize(landing()) || (grows() && grow(bytes)); }
+    cuda::shared_memory* shared() const { return shared_.empty() ? nullptr : shared_.back().memory.get(); }
     exchange_path path() const { return path_; }
     /// A part of that memory, the same bytes on all ranks: for results that are elsewhere.
-    std::span<char> landing() const { return landing_; }
+    std::span<char> landing() const { return shared_.empty() ? std::span<char>() : shared_.back().landing; }
     /// Waits until the device has done all that it was given in the current stream.
     void wait();
     void lend(bool on) const;
@@ -183,6 +192,10 @@ public:
 private:
     /// Waits for the device, at most for the deadline, and asks nothing of NCCL.
     bool has_done_all() const;
+    bool grows() const { return of_.window == group_options::grown && !full_; }
+    /// Makes memory in which results of so many bytes have room, or that of which the options say. Collective. Returns
+    /// false, on all ranks, if that cannot be.
+    bool grow(index_t result);
 
     std::unique_ptr<cpx::nccl> nccl_;
     bool lent_, begun_ = false, left_ = false;
@@ -192,8 +205,12 @@ private:
     framework_memory memory_;
     cuda::communicator comm_;
     cuda::event switched_;
-    std::shared_ptr<cuda::shared_memory> shared_; ///< which what is prepared uses
-    std::span<char> landing_;
+    struct written_by_all {
+        std::shared_ptr<cuda::shared_memory> memory;
+        std::span<char> landing;
+    };
+    std::vector<written_by_all> shared_; ///< the last is in use; graphs and tensors have the others
+    bool full_ = false;                  ///< it grew for the last time
     std::map<std::pair<char const*, call_kind>, std::shared_ptr<void>> prepared_;
 };
 

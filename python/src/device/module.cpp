@@ -4,6 +4,7 @@
 #include "../numbers.hpp"
 #include "tensor.hpp"
 
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
@@ -11,6 +12,7 @@
 
 #include <cmath>
 #include <mutex>
+#include <optional>
 #include <unordered_map>
 
 using namespace nanobind::literals;
@@ -317,12 +319,13 @@ private:
     nb::object pool_ = nb::none();
 };
 
-group_options options_of(double deadline, index_t window, int blocks) {
+group_options options_of(double deadline, std::optional<index_t> window, int blocks) {
     cpx::require(std::isfinite(deadline) && deadline > 0, "communicator", "deadline, s", "more than 0", deadline);
-    cpx::require(window >= 0 && window < index_t{1} << 36, "communicator", "window, bytes",
-                 "from 0 to less than 64 GiB", window);
+    index_t const bytes = window.value_or(group_options::grown);
+    cpx::require(!window || (bytes >= 0 && bytes < index_t{1} << 36), "communicator", "window, bytes",
+                 "from 0 to less than 64 GiB", bytes);
     cpx::require(blocks >= 0, "communicator", "blocks", "not negative", blocks);
-    return {std::chrono::milliseconds(static_cast<long long>(std::ceil(std::min(deadline, 1e8) * 1000))), window,
+    return {std::chrono::milliseconds(static_cast<long long>(std::ceil(std::min(deadline, 1e8) * 1000))), bytes,
             blocks};
 }
 
@@ -334,7 +337,7 @@ framework& framework_or_throw(nb::handle type) {
 }
 
 std::shared_ptr<communicator> adopt(nb::handle tensors, std::uintptr_t comm, int device, double deadline,
-                                    index_t window, int blocks) {
+                                    std::optional<index_t> window, int blocks) {
     auto& from = framework_or_throw(tensors);
     auto const of = options_of(deadline, window, blocks);
     auto group = [&] {
@@ -345,7 +348,7 @@ std::shared_ptr<communicator> adopt(nb::handle tensors, std::uintptr_t comm, int
 }
 
 std::shared_ptr<communicator> make(nb::handle tensors, nb::bytes const& id, int rank, int ranks, int device,
-                                   double deadline, index_t window, int blocks) {
+                                   double deadline, std::optional<index_t> window, int blocks) {
     auto& from = framework_or_throw(tensors);
     auto const of = options_of(deadline, window, blocks);
     std::string const common(id.c_str(), id.size());
@@ -406,7 +409,7 @@ kernel into memory that ranks write to each other, or "messages" of NCCL's; "und
              R"(Waits until the device has done all that it was given in the current stream.
 
 Raises cpx.Error that names the ranks that did not come within the deadline, or that moved rows of another batch.)");
-    m.def("nccl_adopt", adopt, "tensors"_a, "comm"_a, "device"_a, "deadline"_a, "window"_a, "blocks"_a,
+    m.def("nccl_adopt", adopt, "tensors"_a, "comm"_a, "device"_a, "deadline"_a, nb::arg("window").none(), "blocks"_a,
           "Returns the rank of a communicator that is there, by its address, for tensors of that type. Collective.");
     m.def(
         "nccl_id",
@@ -415,8 +418,8 @@ Raises cpx.Error that names the ranks that did not come within the deadline, or 
             return nb::bytes(id.data(), id.size());
         },
         "Returns the id of a new communicator, for one rank to give to the others.");
-    m.def("nccl_make", make, "tensors"_a, "id"_a, "rank"_a, "ranks"_a, "device"_a, "deadline"_a, "window"_a, "blocks"_a,
-          "Returns the rank of a new communicator. Collective.");
+    m.def("nccl_make", make, "tensors"_a, "id"_a, "rank"_a, "ranks"_a, "device"_a, "deadline"_a,
+          nb::arg("window").none(), "blocks"_a, "Returns the rank of a new communicator. Collective.");
     m.def("rotary", rotary, "x"_a, "positions"_a, "head_dim"_a, "frequencies"_a, "axes"_a, "rounding"_a, "back"_a,
           "out"_a);
 }

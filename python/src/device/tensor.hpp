@@ -127,8 +127,9 @@ enum class exchange_path { undecided, window, messages };
 /// `blocks` of a kernel in which they meet, 0: as many as pay.
 struct group_options {
     std::chrono::milliseconds deadline;
-    index_t window;
+    index_t window; ///< bytes, or `grown`: what results need, more when larger ones come
     int blocks;
+    static constexpr index_t grown = -1;
 };
 
 /// Takes a communicator of a framework, an ncclComm_t. Collective. See `cpx::nccl::adopt`.

@@ -272,12 +272,14 @@ void causal_conv1d(conv_exchange<T, S>& by, X const& x, rows<W> weight, std::typ
     }
 }
 template <class By = cpx::detail::any>
-void causal_conv1d(By const& = {}, cpx::detail::any = {}, cpx::detail::any = {}, cpx::detail::any = {},
-                   cpx::detail::any = {}, cpx::detail::any = {}, cpx::detail::any = {}, cpx::detail::any = {}) {
+cpx::detail::refused causal_conv1d(By const& = {}, cpx::detail::any = {}, cpx::detail::any = {}, cpx::detail::any = {},
+                                   cpx::detail::any = {}, cpx::detail::any = {}, cpx::detail::any = {},
+                                   cpx::detail::any = {}) {
     static_assert(cpx::detail::never<By>,
                   "cpx: cuda::causal_conv1d(by, x, weight, bias, activation, y) wants a conv_exchange, "
                   "tensors of cuda::memory, a weight as rows and a bias in their memory, and no communicator, which "
                   "the conv_exchange has; or a conv_plan, rows and a stream");
+    return {};
 }
 
 /// Computes the gradients of `causal_conv1d`. dy: (rows, channels), the gradient of y; the rest as there.
@@ -323,14 +325,15 @@ void causal_conv1d_backward(conv_exchange<T, S>& by, X const& x, rows<W> weight,
     }
 }
 template <class By = cpx::detail::any>
-void causal_conv1d_backward(By const& = {}, cpx::detail::any = {}, cpx::detail::any = {}, cpx::detail::any = {},
-                            cpx::detail::any = {}, cpx::detail::any = {}, cpx::detail::any = {},
-                            cpx::detail::any = {}) {
+cpx::detail::refused causal_conv1d_backward(By const& = {}, cpx::detail::any = {}, cpx::detail::any = {},
+                                            cpx::detail::any = {}, cpx::detail::any = {}, cpx::detail::any = {},
+                                            cpx::detail::any = {}, cpx::detail::any = {}) {
     static_assert(
         cpx::detail::never<By>,
         "cpx: cuda::causal_conv1d_backward(by, x, weight, bias, activation, dy, gradients) wants a conv_exchange, "
         "tensors of cuda::memory, a weight as rows and a bias in their memory, and no communicator, which the "
         "conv_exchange has; or a conv_plan, rows and a stream");
+    return {};
 }
 
 } // namespace cpx::cuda

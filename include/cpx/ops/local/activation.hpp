@@ -83,9 +83,10 @@ void silu_mul(rows<T const> gate, rows<T const> up, rows<T> y, caller here = cal
 }
 template <class T = detail::refused, class... X>
     requires(!detail::takes<void(rows<T const>, rows<T const>, rows<T>), X...>)
-void silu_mul(X&&...) {
-    static_assert(detail::never<void(X...)>, "cpx: silu_mul<T>(gate, up, y) wants rows of T, not const where they are "
-                                             "written; take rows with view() or data()");
+detail::refused silu_mul(X&&...) {
+    static_assert(detail::never<X...>, "cpx: silu_mul<T>(gate, up, y) wants rows of T, not const where they are "
+                                       "written; take rows with view() or data()");
+    return {};
 }
 
 /// Computes `dgate` and `dup` of `silu_mul`. All are (rows, width); a result may be one of the inputs.
@@ -105,9 +106,10 @@ void silu_mul_backward(rows<T const> gate, rows<T const> up, rows<T const> dy, r
 }
 template <class T = detail::refused, class... X>
     requires(!detail::takes<void(rows<T const>, rows<T const>, rows<T const>, rows<T>, rows<T>), X...>)
-void silu_mul_backward(X&&...) {
-    static_assert(detail::never<void(X...)>, "cpx: silu_mul_backward<T>(gate, up, dy, dgate, dup) wants rows of T, not "
-                                             "const where they are written; take rows with view() or data()");
+detail::refused silu_mul_backward(X&&...) {
+    static_assert(detail::never<X...>, "cpx: silu_mul_backward<T>(gate, up, dy, dgate, dup) wants rows of T, not "
+                                       "const where they are written; take rows with view() or data()");
+    return {};
 }
 
 } // namespace cpx

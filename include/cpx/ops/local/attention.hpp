@@ -81,10 +81,11 @@ template <class T = detail::refused, class... X>
         !detail::takes<void(rows<T const>, std::span<index_t const>, rows<T const>, rows<T const>, T, rows<T>,
                             std::span<T>),
                        X...>)
-void attend_head(X&&...) {
-    static_assert(detail::never<void(X...)>,
+detail::refused attend_head(X&&...) {
+    static_assert(detail::never<X...>,
                   "cpx: attend_head<T>(q, positions, k, v, scale, o) wants rows of T and positions of index_t, not "
                   "const where they are written; take rows with view() or data()");
+    return {};
 }
 
 } // namespace cpx

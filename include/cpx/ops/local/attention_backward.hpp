@@ -41,6 +41,13 @@ void attend_head_delta(rows<T const> o, rows<T const> dout, std::span<T> delta, 
     detail::require_apart("attend_head_delta", {{"delta", delta}}, {{"o", o}, {"dout", dout}}, here);
     detail::delta_of_one_head(o, dout, delta);
 }
+template <class T = detail::refused, class... X>
+    requires(!detail::takes<void(rows<T const>, rows<T const>, std::span<T>), X...>)
+detail::refused attend_head_delta(X&&...) {
+    static_assert(detail::never<X...>, "cpx: attend_head_delta<T>(o, dout, delta) wants rows of T and a span to write, "
+                                       "not const where they are written; take rows with view() or data()");
+    return {};
+}
 
 namespace detail {
 
@@ -140,6 +147,14 @@ void attend_head_backward_query(attended_queries<T> const& from, rows<T const> k
 
     detail::backward_of_one_query_head(from, k, v, scale, dq);
 }
+template <class T = detail::refused, class... X>
+    requires(!detail::takes<void(attended_queries<T> const&, rows<T const>, rows<T const>, T, rows<T>), X...>)
+detail::refused attend_head_backward_query(X&&...) {
+    static_assert(detail::never<X...>,
+                  "cpx: attend_head_backward_query<T>(from, k, v, scale, dq) wants attended_queries and rows of T, not "
+                  "const where they are written; take rows with view() or data()");
+    return {};
+}
 
 /// Adds to the gradients of some keys and values what some queries of `attend_head` contribute.
 ///
@@ -168,6 +183,16 @@ void attend_head_backward_key(attended_queries<T> const& from, rows<T const> k, 
             here);
 
     detail::backward_of_one_key_head(from, k, v, tokens, scale, dk, dv);
+}
+template <class T = detail::refused, class... X>
+    requires(!detail::takes<void(attended_queries<T> const&, rows<T const>, rows<T const>, std::span<index_t const>, T,
+                                 rows<T>, rows<T>),
+                            X...>)
+detail::refused attend_head_backward_key(X&&...) {
+    static_assert(detail::never<X...>,
+                  "cpx: attend_head_backward_key<T>(from, k, v, tokens, scale, dk, dv) wants attended_queries, rows of "
+                  "T and a token for each key, not const where they are written; take rows with view() or data()");
+    return {};
 }
 
 } // namespace cpx

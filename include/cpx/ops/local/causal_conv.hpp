@@ -158,10 +158,11 @@ void convolve_segment(rows<T const> history, rows<T const> x, rows<T const> weig
 }
 template <class T = detail::refused, class... X>
     requires(!detail::takes<void(rows<T const>, rows<T const>, rows<T const>, T const*, activation, rows<T>), X...>)
-void convolve_segment(X&&...) {
-    static_assert(detail::never<void(X...)>,
+detail::refused convolve_segment(X&&...) {
+    static_assert(detail::never<X...>,
                   "cpx: convolve_segment<T>(history, x, weight, bias, activation, y) wants rows of T and a pointer to "
                   "the bias, not const where they are written; take rows with view() or data()");
+    return {};
 }
 
 /// Computes `dz = dy act'(z)`, the gradient of the sums z of `convolve_segment`, from which the other gradients follow.
@@ -179,6 +180,15 @@ void convolve_segment_backward_sums(rows<T const> history, rows<T const> x, rows
     detail::require_apart(where, {{"dz", dz}}, {{"x", x}, {"dy", dy}}, here);
     if (act == activation::silu) detail::require_convolution(history, x, weight, bias, dz, here);
     detail::conv_weights<T>{detail::by_tap(weight), bias, act}.backward_sums(history, x, dy, dz);
+}
+template <class T = detail::refused, class... X>
+    requires(!detail::takes<
+             void(rows<T const>, rows<T const>, rows<T const>, T const*, activation, rows<T const>, rows<T>), X...>)
+detail::refused convolve_segment_backward_sums(X&&...) {
+    static_assert(detail::never<X...>,
+                  "cpx: convolve_segment_backward_sums<T>(history, x, weight, bias, activation, dy, dz) wants rows of "
+                  "T and a pointer to the bias, not const where they are written; take rows with view() or data()");
+    return {};
 }
 
 /// Computes `dx_t = sum_{j < K} weight_j dz_{t+(K-1)-j}`, the gradient of the input of `convolve_segment`.
@@ -198,6 +208,13 @@ void convolve_segment_backward_input(rows<T const> dz, rows<T const> future, row
     detail::require_apart(where, {{"dx", dx}}, {{"dz", dz}, {"future", future}, {"weight", weight}}, here);
     detail::conv_weights<T>{detail::by_tap(weight), nullptr, activation::none}.backward_input(dz, future, dx);
 }
+template <class T = detail::refused, class... X>
+    requires(!detail::takes<void(rows<T const>, rows<T const>, rows<T const>, rows<T>), X...>)
+detail::refused convolve_segment_backward_input(X&&...) {
+    static_assert(detail::never<X...>, "cpx: convolve_segment_backward_input<T>(dz, future, weight, dx) wants rows of "
+                                       "T, not const where they are written; take rows with view() or data()");
+    return {};
+}
 
 /// Computes `dweight_j += sum_t dz_t x_{t-(K-1)+j}` and `dbias += sum_t dz_t`.
 ///
@@ -216,6 +233,14 @@ void convolve_segment_backward_weight(rows<T const> history, rows<T const> x, ro
     detail::require_apart(where, {{"dweight", dweight}, {"dbias", rows(dbias, 1, channels)}},
                           {{"x", x}, {"history", history}, {"dz", dz}}, here);
     detail::add_weight_terms(history, x, dz, dweight, dbias);
+}
+template <class T = detail::refused, class... X>
+    requires(!detail::takes<void(rows<T const>, rows<T const>, rows<T const>, rows<T>, T*), X...>)
+detail::refused convolve_segment_backward_weight(X&&...) {
+    static_assert(detail::never<X...>,
+                  "cpx: convolve_segment_backward_weight<T>(history, x, dz, dweight, dbias) wants rows of T and a "
+                  "pointer to dbias, not const where they are written; take rows with view() or data()");
+    return {};
 }
 
 } // namespace cpx

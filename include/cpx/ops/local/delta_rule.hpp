@@ -233,10 +233,11 @@ template <class T = detail::refused, class... X>
     requires(!detail::takes<void(rows<T const>, rows<T const>, rows<T const>, rows<T const>, rows<T const>, index_t,
                                  delta_rule_options const&, rows<T>, rows<T>),
                             X...>)
-void delta_rule_forward(X&&...) {
-    static_assert(detail::never<void(X...)>,
+detail::refused delta_rule_forward(X&&...) {
+    static_assert(detail::never<X...>,
                   "cpx: delta_rule_forward<T>(q, k, v, g, beta, first, options, state, o) wants rows of T, not const "
                   "where they are written; take rows with view() or data()");
+    return {};
 }
 
 /// Folds one segment into its step `S_end = M S_start + E` of the state, without outputs: `map` takes M, `end` E.
@@ -263,10 +264,11 @@ template <class T = detail::refused, class... X>
     requires(!detail::takes<void(rows<T const>, rows<T const>, rows<T const>, rows<T const>, index_t,
                                  delta_rule_options const&, rows<T>, rows<T>),
                             X...>)
-void delta_rule_fold(X&&...) {
-    static_assert(detail::never<void(X...)>,
+detail::refused delta_rule_fold(X&&...) {
+    static_assert(detail::never<X...>,
                   "cpx: delta_rule_fold<T>(k, v, g, beta, first, options, end, map) wants rows of T, not const where "
                   "they are written; take rows with view() or data()");
+    return {};
 }
 
 } // namespace cpx

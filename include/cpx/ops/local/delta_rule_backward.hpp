@@ -226,10 +226,11 @@ template <class T = detail::refused, class... X>
                                  delta_rule_options const&, rows<T const>, rows<T const>, rows<T>,
                                  delta_rule_gradients<T> const&),
                             X...>)
-void delta_rule_backward(X&&...) {
-    static_assert(detail::never<void(X...)>,
+detail::refused delta_rule_backward(X&&...) {
+    static_assert(detail::never<X...>,
                   "cpx: delta_rule_backward<T>(q, k, v, g, beta, first, options, state, dout, dstate, gradients) wants "
                   "rows of T, not const where they are written; take rows with view() or data()");
+    return {};
 }
 
 /// Takes the gradient of the state through one segment, without other gradients.
@@ -256,10 +257,11 @@ template <class T = detail::refused, class... X>
     requires(!detail::takes<void(rows<T const>, rows<T const>, rows<T const>, rows<T const>, index_t,
                                  delta_rule_options const&, rows<T const>, rows<T>),
                             X...>)
-void delta_rule_backward_fold(X&&...) {
-    static_assert(detail::never<void(X...)>,
+detail::refused delta_rule_backward_fold(X&&...) {
+    static_assert(detail::never<X...>,
                   "cpx: delta_rule_backward_fold<T>(q, k, g, beta, first, options, dout, dstate) wants rows of T, not "
                   "const where they are written; take rows with view() or data()");
+    return {};
 }
 
 } // namespace cpx

@@ -200,9 +200,10 @@ void expert_linear(std::span<index_t const> begins, rows<T const> x, rows<T cons
 }
 template <class T = detail::refused, class... X>
     requires(!detail::takes<void(std::span<index_t const>, rows<T const>, rows<T const>, rows<T>), X...>)
-void expert_linear(X&&...) {
-    static_assert(detail::never<void(X...)>, "cpx: expert_linear<T>(begins, x, weight, y) wants begins() and rows of "
-                                             "T, not const where they are written; take rows with view() or data()");
+detail::refused expert_linear(X&&...) {
+    static_assert(detail::never<X...>, "cpx: expert_linear<T>(begins, x, weight, y) wants begins() and rows of "
+                                       "T, not const where they are written; take rows with view() or data()");
+    return {};
 }
 
 /// Computes `dx = dy W_e` for the rows of every expert, the gradient of the input of `expert_linear`.
@@ -225,10 +226,11 @@ void expert_linear_backward_input(std::span<index_t const> begins, rows<T const>
 }
 template <class T = detail::refused, class... X>
     requires(!detail::takes<void(std::span<index_t const>, rows<T const>, rows<T const>, rows<T>), X...>)
-void expert_linear_backward_input(X&&...) {
-    static_assert(detail::never<void(X...)>,
+detail::refused expert_linear_backward_input(X&&...) {
+    static_assert(detail::never<X...>,
                   "cpx: expert_linear_backward_input<T>(begins, dy, weight, dx) wants begins() and rows of T, not "
                   "const where they are written; take rows with view() or data()");
+    return {};
 }
 
 /// Computes `dW_e += dy^T x` over the rows of every expert, the gradient of the weight of `expert_linear`.
@@ -251,10 +253,11 @@ void expert_linear_backward_weight(std::span<index_t const> begins, rows<T const
 }
 template <class T = detail::refused, class... X>
     requires(!detail::takes<void(std::span<index_t const>, rows<T const>, rows<T const>, rows<T>), X...>)
-void expert_linear_backward_weight(X&&...) {
-    static_assert(detail::never<void(X...)>,
+detail::refused expert_linear_backward_weight(X&&...) {
+    static_assert(detail::never<X...>,
                   "cpx: expert_linear_backward_weight<T>(begins, dy, x, dweight) wants begins() and rows of T, not "
                   "const where they are written; take rows with view() or data()");
+    return {};
 }
 
 } // namespace cpx

@@ -144,9 +144,10 @@ void linear(rows<T const> x, rows<T const> weight, rows<T> y, caller here = call
 }
 template <class T = detail::refused, class... X>
     requires(!detail::takes<void(rows<T const>, rows<T const>, rows<T>), X...>)
-void linear(X&&...) {
-    static_assert(detail::never<void(X...)>, "cpx: linear<T>(x, weight, y) wants rows of T, not const where they are "
-                                             "written; take rows with view() or data()");
+detail::refused linear(X&&...) {
+    static_assert(detail::never<X...>, "cpx: linear<T>(x, weight, y) wants rows of T, not const where they are "
+                                       "written; take rows with view() or data()");
+    return {};
 }
 
 /// Computes `dx = dy W`, the gradient of the input of `linear`.
@@ -164,9 +165,10 @@ void linear_backward_input(rows<T const> dy, rows<T const> weight, rows<T> dx, c
 }
 template <class T = detail::refused, class... X>
     requires(!detail::takes<void(rows<T const>, rows<T const>, rows<T>), X...>)
-void linear_backward_input(X&&...) {
-    static_assert(detail::never<void(X...)>, "cpx: linear_backward_input<T>(dy, weight, dx) wants rows of T, not const "
-                                             "where they are written; take rows with view() or data()");
+detail::refused linear_backward_input(X&&...) {
+    static_assert(detail::never<X...>, "cpx: linear_backward_input<T>(dy, weight, dx) wants rows of T, not const "
+                                       "where they are written; take rows with view() or data()");
+    return {};
 }
 
 /// Computes `dweight += dy^T x`, the gradient of the weight of `linear`.
@@ -185,9 +187,10 @@ void linear_backward_weight(rows<T const> dy, rows<T const> x, rows<T> dweight, 
 }
 template <class T = detail::refused, class... X>
     requires(!detail::takes<void(rows<T const>, rows<T const>, rows<T>), X...>)
-void linear_backward_weight(X&&...) {
-    static_assert(detail::never<void(X...)>, "cpx: linear_backward_weight<T>(dy, x, dweight) wants rows of T, not "
-                                             "const where they are written; take rows with view() or data()");
+detail::refused linear_backward_weight(X&&...) {
+    static_assert(detail::never<X...>, "cpx: linear_backward_weight<T>(dy, x, dweight) wants rows of T, not "
+                                       "const where they are written; take rows with view() or data()");
+    return {};
 }
 
 } // namespace cpx

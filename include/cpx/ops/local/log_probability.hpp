@@ -104,9 +104,10 @@ void log_probabilities(rows<T const> logits, std::span<index_t const> labels, st
 }
 template <class T = detail::refused, class... X>
     requires(!detail::takes<void(rows<T const>, std::span<index_t const>, std::span<T>), X...>)
-void log_probabilities(X&&...) {
-    static_assert(detail::never<void(X...)>, "cpx: log_probabilities<T>(logits, labels, out) wants rows of T, labels "
-                                             "of index_t and a span of T to write; take rows with view() or data()");
+detail::refused log_probabilities(X&&...) {
+    static_assert(detail::never<X...>, "cpx: log_probabilities<T>(logits, labels, out) wants rows of T, labels "
+                                       "of index_t and a span of T to write; take rows with view() or data()");
+    return {};
 }
 
 /// Computes `dlogits_i = dlogp_i (onehot(labels_i) - softmax(logits_i))`, the gradient of `log_probabilities`, and rows
@@ -130,9 +131,10 @@ void log_probabilities_backward(rows<T const> logits, std::span<index_t const> l
 }
 template <class T = detail::refused, class... X>
     requires(!detail::takes<void(rows<T const>, std::span<index_t const>, std::span<T const>, rows<T>), X...>)
-void log_probabilities_backward(X&&...) {
-    static_assert(detail::never<void(X...)>, "cpx: log_probabilities_backward<T>(logits, labels, dlogp, dlogits) wants "
-                                             "rows and spans of T, labels of index_t; take rows with view() or data()");
+detail::refused log_probabilities_backward(X&&...) {
+    static_assert(detail::never<X...>, "cpx: log_probabilities_backward<T>(logits, labels, dlogp, dlogits) wants "
+                                       "rows and spans of T, labels of index_t; take rows with view() or data()");
+    return {};
 }
 
 } // namespace cpx

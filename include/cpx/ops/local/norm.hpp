@@ -135,9 +135,10 @@ void rms_norm(rows<T const> x, std::span<T const> weight, T eps, T gain_offset, 
 }
 template <class T = detail::refused, class... X>
     requires(!detail::takes<void(rows<T const>, std::span<T const>, T, T, rows<T>), X...>)
-void rms_norm(X&&...) {
-    static_assert(detail::never<void(X...)>, "cpx: rms_norm<T>(x, weight, eps, gain_offset, y) wants rows and spans of "
-                                             "T, not const where they are written; take rows with view() or data()");
+detail::refused rms_norm(X&&...) {
+    static_assert(detail::never<X...>, "cpx: rms_norm<T>(x, weight, eps, gain_offset, y) wants rows and spans of "
+                                       "T, not const where they are written; take rows with view() or data()");
+    return {};
 }
 
 /// Computes `y = x / sqrt(mean x^2 + eps) * weight * silu(z)`, the norm of a gated delta net's output.
@@ -160,9 +161,10 @@ void gated_rms_norm(rows<T const> x, rows<T const> z, std::span<T const> weight,
 }
 template <class T = detail::refused, class... X>
     requires(!detail::takes<void(rows<T const>, rows<T const>, std::span<T const>, T, rows<T>), X...>)
-void gated_rms_norm(X&&...) {
-    static_assert(detail::never<void(X...)>, "cpx: gated_rms_norm<T>(x, z, weight, eps, y) wants rows and spans of T, "
-                                             "not const where they are written; take rows with view() or data()");
+detail::refused gated_rms_norm(X&&...) {
+    static_assert(detail::never<X...>, "cpx: gated_rms_norm<T>(x, z, weight, eps, y) wants rows and spans of T, "
+                                       "not const where they are written; take rows with view() or data()");
+    return {};
 }
 
 /// Computes `dx` and adds to `dweight`, the gradients of `rms_norm`.
@@ -181,10 +183,11 @@ void rms_norm_backward(rows<T const> x, std::span<T const> weight, T eps, T gain
 }
 template <class T = detail::refused, class... X>
     requires(!detail::takes<void(rows<T const>, std::span<T const>, T, T, rows<T const>, rows<T>, std::span<T>), X...>)
-void rms_norm_backward(X&&...) {
-    static_assert(detail::never<void(X...)>,
+detail::refused rms_norm_backward(X&&...) {
+    static_assert(detail::never<X...>,
                   "cpx: rms_norm_backward<T>(x, weight, eps, gain_offset, dy, dx, dweight) wants rows and spans of T, "
                   "not const where they are written; take rows with view() or data()");
+    return {};
 }
 
 /// Computes `dx` and `dz` and adds to `dweight`, the gradients of `gated_rms_norm`, each unless it is empty.
@@ -203,10 +206,11 @@ template <class T = detail::refused, class... X>
     requires(!detail::takes<void(rows<T const>, rows<T const>, std::span<T const>, T, rows<T const>, rows<T>, rows<T>,
                                  std::span<T>),
                             X...>)
-void gated_rms_norm_backward(X&&...) {
-    static_assert(detail::never<void(X...)>,
+detail::refused gated_rms_norm_backward(X&&...) {
+    static_assert(detail::never<X...>,
                   "cpx: gated_rms_norm_backward<T>(x, z, weight, eps, dy, dx, dz, dweight) wants rows and spans of T, "
                   "not const where they are written; take rows with view() or data()");
+    return {};
 }
 
 /// A norm of heads as wide as the weight, in any memory: `rms_norm`, or with z `gated_rms_norm`, whose gain has no

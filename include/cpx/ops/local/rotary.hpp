@@ -119,9 +119,10 @@ template <class T = detail::refused, class... X>
     requires(
         !detail::takes<void(rows<index_t const>, std::span<int const>, std::span<T const>, rows<T>, rows<T>), X...> &&
         !detail::takes<void(std::span<index_t const>, std::span<T const>, rows<T>, rows<T>), X...>)
-void rotary_table(X&&...) {
-    static_assert(detail::never<void(X...)>, "cpx: rotary_table<T>(positions, axes, frequencies, cos, sin) wants rows "
-                                             "or a span of index_t, a span of int, one of T, and rows of T");
+detail::refused rotary_table(X&&...) {
+    static_assert(detail::never<X...>, "cpx: rotary_table<T>(positions, axes, frequencies, cos, sin) wants rows "
+                                       "or a span of index_t, a span of int, one of T, and rows of T");
+    return {};
 }
 
 namespace detail {
@@ -266,6 +267,36 @@ void rotary_backward(rows<T const> dy, index_t head_dim, std::span<index_t const
             "at most head_dim, " + std::to_string(head_dim), options.rotary_dim, here);
     detail::rotate<T>(dy, head_dim, {positions.data(), 1, std::ssize(positions)},
                       {rotary_frequencies<detail::rotary_number<T>>(options, here)}, detail::turn_back, dx, here);
+}
+
+namespace detail {
+
+/// Whether the functions above take X: tables, positions with pairs, or ordinary positions.
+template <class T, class... X>
+inline constexpr bool takes_rotary =
+    takes<void(rows<T const>, index_t, rows<rotary_number<T> const>, rows<rotary_number<T> const>, rows<T>), X...> ||
+    takes<void(rows<T const>, index_t, rows<rotary_number<T> const>, rows<rotary_number<T> const>, rows<T>, rounding),
+          X...> ||
+    takes<void(rows<T const>, index_t, rows<index_t const>, rotary_pairs<rotary_number<T>> const&, rows<T>), X...> ||
+    takes<void(rows<T const>, index_t, std::span<index_t const>, rotary_options, rows<T>), X...>;
+
+} // namespace detail
+
+template <class T, class... X>
+    requires(!detail::takes_rotary<T, X...>)
+detail::refused rotary(X&&...) {
+    static_assert(detail::never<X...>,
+                  "cpx: rotary<T>(x, head_dim, cos, sin, y), (.., positions, pairs, y) and (.., positions, options, y) "
+                  "want rows of T, not const where they are written; take rows with view() or data()");
+    return {};
+}
+template <class T, class... X>
+    requires(!detail::takes_rotary<T, X...>)
+detail::refused rotary_backward(X&&...) {
+    static_assert(detail::never<X...>,
+                  "cpx: rotary_backward<T>(dy, head_dim, cos, sin, dx), (.., positions, pairs, dx) and (.., positions, "
+                  "options, dx) want rows of T, not const where they are written; take rows with view() or data()");
+    return {};
 }
 
 } // namespace cpx

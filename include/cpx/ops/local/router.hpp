@@ -165,6 +165,14 @@ void weigh_experts(rows<T const> logits, rows<index_t const> chosen, rows<T> wei
     detail::require_router<T>("weigh_experts", logits, chosen, weights, here);
     detail::weigh_by_logits("weigh_experts", logits, chosen, weights, here);
 }
+template <class T = detail::refused, class... X>
+    requires(!detail::takes<void(rows<T const>, rows<index_t const>, rows<T>), X...>)
+detail::refused weigh_experts(X&&...) {
+    static_assert(detail::never<X...>,
+                  "cpx: weigh_experts<T>(logits, chosen, weights) wants rows of T, and of index_t the choices, not "
+                  "const where they are written; take rows with view() or data()");
+    return {};
+}
 
 /// What the router says of some rows.
 template <class T>
