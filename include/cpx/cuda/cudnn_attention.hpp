@@ -1,26 +1,27 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention of one rank's rows and its backward by cuDNN's graphs. Wants cuDNN 9 and its frontend's headers.
+// Attention by cuDNN's graphs. Wants cuDNN 9 and the headers of its frontend, see cmake/find_cudnn.cmake.
 #pragma once
 
-#include <cpx/cuda/attention.hpp>
-#include <cpx/cuda/elements.hpp>
+#include <cpx/cuda/attention_engine.hpp>
+#include <cpx/cuda/write_numbers.hpp>
 
 #include <cudnn_frontend.h>
 
+#include <algorithm>
 #include <bit>
 #include <compare>
+#include <concepts>
 #include <map>
 #include <memory>
 #include <mutex>
-#include <optional>
-#include <span>
-#include <string>
 #include <unordered_map>
+#include <utility>
+#include <vector>
 
 #ifdef NV_CUDNN_FRONTEND_USE_DYNAMIC_LOADING
 #include <dlfcn.h>
 namespace cudnn_frontend {
-inline void* cudnn_dlhandle = dlopen("libcudnn.so.9", RTLD_NOW | RTLD_GLOBAL); // null where there is no cuDNN
+inline void* cudnn_dlhandle = dlopen("libcudnn.so.9", RTLD_NOW | RTLD_GLOBAL); // null where there is none
 } // namespace cudnn_frontend
 #endif
 
@@ -30,74 +31,35 @@ namespace detail {
 
 /// What a graph of cuDNN is built for: counts are the most it takes.
 struct cudnn_shape {
-    bool backward = false, half = false;
-    index_t entries = 0, queries = 0, keys = 0, query_rows = 0, key_rows = 0; ///< of each entry, and of all
+    bool half = false, stats = false;
+    index_t runs = 0, queries = 0, keys = 0; ///< queries and keys of a run
     index_t query_heads = 0, key_heads = 0, dim = 0;
-    index_t q = 0, k = 0, v = 0, o = 0, lse = 0, dout = 0, dq = 0; ///< strides of rows
-    float scale = 1;
+    index_t q = 0, k = 0, v = 0, o = 0, lse = 0; ///< elements from row to row
+    double scale = 1;
     auto operator<=>(cudnn_shape const&) const = default;
 };
 
-/// Names of a graph's tensors; offsets of rows follow, one for each.
-enum cudnn_name : index_t { to_q = 1, to_k, to_v, to_o, to_lse, to_dout, to_dq, to_dk, to_dv, of_queries, of_keys };
+/// Tensors of a graph by their numbers: those of rows first, whose offsets are `cudnn_offsets` behind them.
+enum cudnn_tensor : index_t { cudnn_q = 1, cudnn_k, cudnn_v, cudnn_o, cudnn_lse, cudnn_queries, cudnn_keys };
 inline constexpr index_t cudnn_offsets = 100;
 
-/// Returns `count` rounded up so that few graphs serve all counts: to 4 sizes between powers of 2.
+/// Returns `count` rounded up so that few graphs serve all: to 4 sizes between powers of 2.
 inline index_t cudnn_capacity(index_t count, index_t least) {
-    auto const step = std::bit_floor(static_cast<std::uint64_t>(std::max(count, least))) / 4;
-    return (std::max(count, least) + static_cast<index_t>(step) - 1) / static_cast<index_t>(step) *
-           static_cast<index_t>(step);
+    index_t const n = std::max(count, least);
+    auto const step = static_cast<index_t>(std::bit_floor(static_cast<std::uint64_t>(n)) / 4);
+    return (n + step - 1) / step * step;
 }
-
-/// The rank's segments of queries as entries of cuDNN's batch, each with the keys of its sequence up to its last one.
-struct cudnn_entries {
-    std::vector<segment> list;
-    index_t queries = 0, keys = 0, query_rows = 0, key_rows = 0; ///< most of an entry, and of all
-
-    template <any_sharding S>
-    cudnn_entries(S const& sharding, int rank, caller here) : list(segments(sharding, rank, here)) {
-        std::ranges::sort(list, {}, [](segment const& s) { return std::pair(s.sequence, s.token); });
-        for (segment const& s : list) {
-            queries = std::max(queries, s.count);
-            keys = std::max(keys, s.token + s.count);
-            query_rows += s.count;
-            key_rows += s.token + s.count;
-        }
-    }
-};
-
-/// Adds what segments give to the gradients of keys, in their order, and rounds once.
-template <class T>
-struct add_segments {
-    rows<T const> parts;
-    rows<T> sums;
-    index_t const *first, *first_segment; ///< of every sequence: its first token, and its first segment
-    index_t const *part, *seen;           ///< of every segment: its first row of parts, and how many
-    index_t sequences;
-
-    __device__ void operator()(index_t row, index_t column) const {
-        index_t low = 0, high = sequences; // the last sequence that begins at the row or before it
-        while (high - low > 1) {
-            index_t const middle = (low + high) / 2;
-            (first[middle] <= row ? low : high) = middle;
-        }
-        float sum = 0;
-        index_t const token = row - first[low];
-        for (index_t s = first_segment[low]; s < first_segment[low + 1]; ++s)
-            if (token < seen[s]) sum += static_cast<float>(parts(part[s] + token, column));
-        sums(row, column) = static_cast<T>(sum);
-    }
-};
 
 } // namespace detail
 
-/// Attention by cuDNN on the device that is current when this is made, and the graphs it has built for it.
+/// Attention by cuDNN on the device that is current when this is made, with the graphs built for it.
 ///
-/// Any thread may call. A graph is built, on the host, for the first call of such counts (rounded up), strides and
-/// heads; that call cannot be captured, later ones can.
-class cudnn_attention {
+/// Serves heads of a multiple of 8 up to 256 columns, rows that begin at multiples of 16 bytes, and runs that together
+/// see at most 4 times the keys there are; and nothing where libcudnn.so.9 is not found at run time. The bits of a row
+/// may depend on the sharding. Cost: a graph is built, on the host, some 100 ms, for the first call of such counts
+/// (rounded up), strides and heads; that call cannot be captured, later ones can.
+class cudnn_attention final : public attention_engine {
     using graph = cudnn_frontend::graph::Graph;
-    using pointers = std::unordered_map<index_t, void*>;
 
 public:
     cudnn_attention() {
@@ -107,267 +69,148 @@ public:
         if (cudnn_frontend::detail::create_handle(&handle_) != CUDNN_STATUS_SUCCESS) handle_ = nullptr;
     }
     cudnn_attention(cudnn_attention const&) = delete;
-    ~cudnn_attention() {
+    ~cudnn_attention() override {
         if (handle_) static_cast<void>(cudnn_frontend::detail::destroy_handle(handle_));
     }
+    /// Returns whether there is a cuDNN.
+    explicit operator bool() const { return handle_ != nullptr; }
 
-    /// Writes o and lse as `cpx::attention` does, of T's precision; returns false, and writes nothing, where cuDNN does
-    /// not serve: `served` says where. A row's bits may depend on the sharding.
-    template <gpu_number T, any_sharding Q, any_sharding K>
-    bool attend(attention_rows<T, Q, K> const& of, rows<T> o, rows<float> lse, caller here = caller::here()) {
-        auto const range = named_range<"cpx attention by cuDNN">();
-        detail::cudnn_entries const entries(of.queries, of.rank, here);
-        if (!served(of, entries, lse, o)) return false;
-        if (entries.list.empty()) return true;
-        auto shape = shape_of(of, entries);
-        shape.o = o.stride();
-        shape.lse = lse.stride();
-        return run(shape, of, entries,
-                   {{detail::to_o, o.data()}, {detail::to_lse, lse.data()}}, here);
-    }
-
-    /// Writes dq, and what the rank's queries give to dk and dv of all keys, as `cpx::attention_backward_queries` and
-    /// `_keys` do; returns false, and writes nothing, where cuDNN does not serve. Takes memory for dk and dv of every
-    /// segment, and cuDNN's. The bits of dq may differ from call to call.
-    template <gpu_number T, any_sharding Q, any_sharding K>
-    bool attend_backward(attention_rows<T, Q, K> const& of, std::type_identity_t<rows<T const>> o,
-                         std::type_identity_t<rows<T const>> dout, rows<float const> lse, rows<T> dq, rows<T> dk,
-                         rows<T> dv, caller here = caller::here()) {
-        auto const range = named_range<"cpx attention backward by cuDNN">();
-        detail::cudnn_entries const entries(of.queries, of.rank, here);
-        if (!served(of, entries, lse, o, dout, dq, dk, dv)) return false;
-        index_t const width = of.query_heads / of.group * of.dim;
-        if (dk.width() != width || dv.width() != width) return false; // heads whose queries are on other ranks
-        auto shape = shape_of(of, entries);
-        shape.backward = true;
-        shape.o = o.stride();
-        shape.lse = lse.stride();
-        shape.dout = dout.stride();
-        shape.dq = dq.stride();
-        auto parts = of.in.template room<T>(2 * shape.key_rows * width);
-        rows<T> const part_k(parts.data(), shape.key_rows, width),
-            part_v(parts.data() + shape.key_rows * width, shape.key_rows, width);
-        if (!entries.list.empty() &&
-            !run(shape, of, entries,
-                 {{detail::to_o, const_cast<T*>(o.data())},
-                  {detail::to_lse, const_cast<float*>(lse.data())},
-                  {detail::to_dout, const_cast<T*>(dout.data())},
-                  {detail::to_dq, dq.data()},
-                  {detail::to_dk, part_k.data()},
-                  {detail::to_dv, part_v.data()}},
-                 here))
-            return false;
-        add(of, entries, part_k, dk, part_v, dv, here);
-        return true;
-    }
+    bool attend(attention_task<__nv_bfloat16> const& task, caller here) override { return run(task, here); }
+    bool attend(attention_task<__half> const& task, caller here) override { return run(task, here); }
 
 private:
-    /// Whether cuDNN serves: elements of 16 bits, `dim` a multiple of 8, rows that begin at multiples of 16 bytes, whole
-    /// groups of heads, and segments that together see at most 4 times the keys there are.
-    template <class T, class Q, class K, class L, class... X>
-    bool served(attention_rows<T, Q, K> const& of, detail::cudnn_entries const& entries, rows<L> lse,
-                X const&... x) const {
-        static_assert(K::every_row, "cpx: cuDNN's attention wants all keys of a sequence");
-        return handle_ && sizeof(T) == 2 && of.dim % 8 == 0 && of.dim <= 256 &&
-               detail::row_vector(of.q, of.k, of.v, x...) == 16 && (lse.data() || entries.list.empty()) &&
-               reinterpret_cast<std::uintptr_t>(lse.data()) % 16 == 0 && of.first_query % of.group == 0 &&
-               of.query_heads % of.group == 0 && entries.key_rows <= 4 * of.keys.batch().tokens();
+    template <class T>
+    bool serves(attention_task<T> const& t) const {
+        index_t seen = 0;
+        for (attended_run const& r : t.runs) seen += r.keys;
+        return handle_ && t.dim % 8 == 0 && t.dim <= 256 && detail::row_vector(t.q, t.k, t.v, t.o) == 16 &&
+               reinterpret_cast<std::uintptr_t>(t.lse.data()) % 16 == 0 && seen <= 4 * t.k.count();
     }
-    template <class T, class Q, class K>
-    detail::cudnn_shape shape_of(attention_rows<T, Q, K> const& of, detail::cudnn_entries const& entries) const {
-        detail::cudnn_shape s;
-        s.half = std::same_as<T, __half>;
-        s.entries = detail::cudnn_capacity(std::ssize(entries.list), 4);
-        s.entries += -s.entries & 3; // tables begin at multiples of 16 bytes
-        s.queries = detail::cudnn_capacity(entries.queries, 64);
-        s.keys = detail::cudnn_capacity(entries.keys, 64);
-        s.query_rows = detail::cudnn_capacity(entries.query_rows, 64);
-        s.key_rows = detail::cudnn_capacity(entries.key_rows, 64);
-        s.query_heads = of.query_heads;
-        s.key_heads = of.query_heads / of.group;
-        s.dim = of.dim;
-        s.q = of.q.stride();
-        s.k = of.k.stride();
-        s.v = of.v.stride();
-        s.scale = static_cast<float>(of.scale);
-        return s;
+    template <class T>
+    static detail::cudnn_shape shape_of(attention_task<T> const& t) {
+        index_t queries = 0, keys = 0;
+        for (attended_run const& r : t.runs) queries = std::max(queries, r.count), keys = std::max(keys, r.keys);
+        bool const stats = t.lse.data() != nullptr;
+        return {std::same_as<T, __half>,
+                stats,
+                (detail::cudnn_capacity(std::ssize(t.runs), 4) + 3) / 4 * 4, // tables begin at multiples of 16 bytes
+                detail::cudnn_capacity(queries, 64),
+                detail::cudnn_capacity(keys, 64),
+                t.query_heads,
+                t.key_heads,
+                t.dim,
+                t.q.stride(),
+                t.k.stride(),
+                t.v.stride(),
+                t.o.stride(),
+                stats ? t.lse.stride() : 0,
+                t.scale};
     }
-
-    /// Runs the shape's graph; `more` are tensors beside q, k and v. Returns false if cuDNN has none.
-    template <class T, class Q, class K>
-    bool run(detail::cudnn_shape const& shape, attention_rows<T, Q, K> const& of, detail::cudnn_entries const& entries,
-             pointers more, caller here) {
-        std::lock_guard const lock(guard_);
-        std::shared_ptr<graph> const with = graph_of(shape);
-        if (!with) return false;
-        index_t const first_key = (of.first_query / of.group - of.first_key) * of.dim;
-        more[detail::to_q] = const_cast<T*>(of.q.data());
-        more[detail::to_k] = const_cast<T*>(of.k.data() + first_key);
-        more[detail::to_v] = const_cast<T*>(of.v.data() + first_key);
-        // counts, two to a word, then first elements of entries in every tensor; entries that are not there are empty
-        index_t const width = shape.key_heads * shape.dim, words = shape.entries / 2, each = shape.entries + 2;
-        std::pair<index_t, index_t> const strides[] = {
-            {detail::to_q, shape.q},     {detail::to_o, shape.o},   {detail::to_lse, shape.lse},
-            {detail::to_dout, shape.dout}, {detail::to_dq, shape.dq}, {detail::to_k, shape.k},
-            {detail::to_v, shape.v},     {detail::to_dk, width},    {detail::to_dv, width}};
-        std::vector<index_t> numbers(static_cast<std::size_t>(2 * words));
+    /// Returns queries and keys of every run, two numbers to a word, and the first element of each in every tensor;
+    /// runs up to the capacity are empty.
+    static std::vector<index_t> tables(detail::cudnn_shape const& s, std::vector<attended_run> const& runs) {
+        std::vector<index_t> numbers(static_cast<std::size_t>(s.runs));
         auto const put = [&](index_t at, index_t count) {
             numbers[static_cast<std::size_t>(at / 2)] |= count << (at % 2 * 32);
         };
-        for (index_t i = 0; i < std::ssize(entries.list); ++i) {
-            segment const& s = entries.list[static_cast<std::size_t>(i)];
-            put(i, s.count);
-            put(shape.entries + i, s.token + s.count);
+        for (index_t i = 0; i < std::ssize(runs); ++i) {
+            put(i, runs[static_cast<std::size_t>(i)].count);
+            put(s.runs + i, runs[static_cast<std::size_t>(i)].keys);
         }
-        for (auto const& [name, stride] : strides) {
-            bool const by_query = name != detail::to_k && name != detail::to_v && name != detail::to_dk &&
-                                  name != detail::to_dv,
-                       part = name == detail::to_dk || name == detail::to_dv;
-            index_t next = 0;
-            for (index_t i = 0; i < each; ++i) {
-                if (i < std::ssize(entries.list)) {
-                    segment const& s = entries.list[static_cast<std::size_t>(i)];
-                    index_t const row = by_query ? s.row : part ? next : of.keys.batch().offset(s.sequence);
-                    numbers.push_back(row * stride);
-                    next = by_query || !part ? row + s.count : next + s.token + s.count;
-                } else {
-                    numbers.push_back(next * stride);
+        for (index_t tensor = detail::cudnn_q; tensor <= detail::cudnn_lse; ++tensor) {
+            index_t const strides[] = {s.q, s.k, s.v, s.o, s.lse}, stride = strides[tensor - detail::cudnn_q];
+            bool const of_keys = tensor == detail::cudnn_k || tensor == detail::cudnn_v;
+            index_t end = 0;
+            for (index_t i = 0; i < s.runs + 2; ++i) {
+                index_t row = end;
+                if (i < std::ssize(runs)) {
+                    attended_run const& r = runs[static_cast<std::size_t>(i)];
+                    row = of_keys ? r.first_key : r.row;
+                    end = row + (of_keys ? r.keys : r.count);
                 }
+                numbers.push_back(row * stride);
             }
         }
-        auto tables = of.in.template room<index_t>(std::ssize(numbers));
-        write_numbers(numbers, tables.data(), of.in.stream(), here);
-        more[detail::of_queries] = tables.data();
-        more[detail::of_keys] = tables.data() + words;
-        index_t at = 2 * words;
-        for (auto const& named : strides) {
-            more[detail::cudnn_offsets + named.first] = tables.data() + at;
-            at += each;
-        }
+        return numbers;
+    }
+
+    template <class T>
+    bool run(attention_task<T> const& t, caller here) {
+        if (!serves(t)) return false;
+        detail::cudnn_shape const shape = shape_of(t);
+        std::lock_guard const lock(guard_);
+        auto const [at, fresh] = graphs_.try_emplace(shape);
+        if (fresh) at->second = built(shape);
+        if (!at->second) return false;
+        auto const numbers = tables(shape, t.runs);
+        auto on_device = t.in.template room<index_t>(std::ssize(numbers));
+        write_numbers(numbers, on_device.data(), t.in.stream(), here);
+        std::unordered_map<index_t, void*> pointers{
+            {detail::cudnn_q, const_cast<T*>(t.q.data())}, {detail::cudnn_k, const_cast<T*>(t.k.data())},
+            {detail::cudnn_v, const_cast<T*>(t.v.data())}, {detail::cudnn_o, t.o.data()},
+            {detail::cudnn_queries, on_device.data()},     {detail::cudnn_keys, on_device.data() + shape.runs / 2}};
+        if (shape.stats) pointers[detail::cudnn_lse] = t.lse.data();
+        for (index_t tensor = detail::cudnn_q; tensor <= detail::cudnn_lse; ++tensor)
+            pointers[detail::cudnn_offsets + tensor] =
+                on_device.data() + shape.runs + (tensor - detail::cudnn_q) * (shape.runs + 2);
         std::int64_t bytes = 0;
-        require_good(with->get_workspace_size(bytes), here);
-        auto workspace = of.in.template room<std::byte>(bytes);
-        require(cudnn_frontend::detail::set_stream(handle_, of.in.stream()) == CUDNN_STATUS_SUCCESS, "attention",
+        require_good(at->second->get_workspace_size(bytes), here);
+        auto workspace = t.in.template room<char>(bytes);
+        require(cudnn_frontend::detail::set_stream(handle_, t.in.stream()) == CUDNN_STATUS_SUCCESS, "attention",
                 "stream", "one that cuDNN takes", "another", here);
-        require_good(with->execute(handle_, more, workspace.data()), here);
+        require_good(at->second->execute(handle_, pointers, workspace.data()), here);
         return true;
     }
     static void require_good(cudnn_frontend::error_t result, caller here) {
         require(result.is_good(), "attention", "cuDNN", "success", result.get_message().c_str(), here);
     }
 
-    std::shared_ptr<graph> graph_of(detail::cudnn_shape const& shape) {
-        auto const [at, fresh] = graphs_.try_emplace(shape);
-        if (fresh) at->second = built(shape);
-        return at->second;
-    }
     /// Returns null where cuDNN has no plan.
-    std::shared_ptr<graph> built(detail::cudnn_shape const& s) {
+    std::shared_ptr<graph> built(detail::cudnn_shape const& s) const {
         namespace fe = cudnn_frontend;
         using fe::graph::Tensor_attributes;
         auto made = std::make_shared<graph>();
-        auto const type = s.half ? fe::DataType_t::HALF : fe::DataType_t::BFLOAT16;
-        made->set_io_data_type(type)
+        made->set_io_data_type(s.half ? fe::DataType_t::HALF : fe::DataType_t::BFLOAT16)
             .set_intermediate_data_type(fe::DataType_t::FLOAT)
             .set_compute_data_type(fe::DataType_t::FLOAT);
-        auto const offsets = [&](index_t of) {
+        auto const list = [&](index_t number, index_t count, fe::DataType_t type) {
             return made->tensor(Tensor_attributes()
-                                    .set_uid(detail::cudnn_offsets + of)
-                                    .set_dim({s.entries + 1, 1, 1, 1})
+                                    .set_uid(number)
+                                    .set_dim({count, 1, 1, 1})
                                     .set_stride({1, 1, 1, 1})
-                                    .set_data_type(fe::DataType_t::INT64));
+                                    .set_data_type(type));
         };
-        auto const counts = [&](index_t of) {
-            return made->tensor(Tensor_attributes()
-                                    .set_uid(of)
-                                    .set_dim({s.entries, 1, 1, 1})
-                                    .set_stride({1, 1, 1, 1})
-                                    .set_data_type(fe::DataType_t::INT32));
-        };
-        auto const describe = [&](auto&& x, index_t of, index_t heads, index_t most, index_t dim, index_t stride) {
-            x.set_uid(of)
-                .set_dim({s.entries, heads, most, dim})
+        auto const describe = [&](Tensor_attributes& x, index_t number, index_t heads, index_t most, index_t dim,
+                                  index_t stride) {
+            x.set_uid(number)
+                .set_dim({s.runs, heads, most, dim})
                 .set_stride({most * stride, dim, stride, 1})
-                .set_ragged_offset(offsets(of));
+                .set_ragged_offset(list(detail::cudnn_offsets + number, s.runs + 1, fe::DataType_t::INT64));
         };
-        auto const input = [&](index_t of, index_t heads, index_t most, index_t dim, index_t stride) {
+        auto const input = [&](index_t number, index_t heads, index_t most, index_t stride) {
             Tensor_attributes x;
-            describe(x, of, heads, most, dim, stride);
-            x.set_data_type(of == detail::to_lse ? fe::DataType_t::FLOAT : type);
+            describe(x, number, heads, most, s.dim, stride);
             return made->tensor(x);
         };
-        auto const output = [&](auto const& x, index_t of, index_t heads, index_t most, index_t dim, index_t stride) {
-            x->set_output(true);
-            describe(*x, of, heads, most, dim, stride);
-        };
-        auto const q = input(detail::to_q, s.query_heads, s.queries, s.dim, s.q);
-        auto const k = input(detail::to_k, s.key_heads, s.keys, s.dim, s.k);
-        auto const v = input(detail::to_v, s.key_heads, s.keys, s.dim, s.v);
-        auto const with = [&](auto&& options, char const* name) {
-            options.set_name(name)
-                .set_attn_scale(s.scale)
-                .set_padding_mask(true)
-                .set_seq_len_q(counts(detail::of_queries))
-                .set_seq_len_kv(counts(detail::of_keys))
-                .set_diagonal_alignment(fe::DiagonalAlignment_t::BOTTOM_RIGHT)
-                .set_diagonal_band_right_bound(0);
-            return options;
-        };
-        if (!s.backward) {
-            auto options = with(fe::graph::SDPA_attributes(), "attention");
-            options.set_generate_stats(true);
-            auto [o, lse] = made->sdpa(q, k, v, options);
-            output(o, detail::to_o, s.query_heads, s.queries, s.dim, s.o);
-            output(lse, detail::to_lse, s.query_heads, s.queries, 1, s.lse);
-            lse->set_data_type(fe::DataType_t::FLOAT);
-        } else {
-            auto const o = input(detail::to_o, s.query_heads, s.queries, s.dim, s.o);
-            auto const dout = input(detail::to_dout, s.query_heads, s.queries, s.dim, s.dout);
-            auto const lse = input(detail::to_lse, s.query_heads, s.queries, 1, s.lse);
-            auto options = with(fe::graph::SDPA_backward_attributes(), "attention_backward");
-            options.set_max_total_seq_len_q(s.query_rows).set_max_total_seq_len_kv(s.key_rows);
-            options.set_deterministic_algorithm(std::getenv("PROBE_DETERMINISTIC") != nullptr);
-            auto [dq, dk, dv] = made->sdpa_backward(q, k, v, o, dout, lse, options);
-            index_t const width = s.key_heads * s.dim;
-            output(dq, detail::to_dq, s.query_heads, s.queries, s.dim, s.dq);
-            output(dk, detail::to_dk, s.key_heads, s.keys, s.dim, width);
-            output(dv, detail::to_dv, s.key_heads, s.keys, s.dim, width);
+        auto options = fe::graph::SDPA_attributes();
+        options.set_name("attention")
+            .set_attn_scale(static_cast<float>(s.scale))
+            .set_padding_mask(true)
+            .set_seq_len_q(list(detail::cudnn_queries, s.runs, fe::DataType_t::INT32))
+            .set_seq_len_kv(list(detail::cudnn_keys, s.runs, fe::DataType_t::INT32))
+            .set_diagonal_alignment(fe::DiagonalAlignment_t::BOTTOM_RIGHT)
+            .set_diagonal_band_right_bound(0)
+            .set_generate_stats(s.stats);
+        auto [o, lse] = made->sdpa(input(detail::cudnn_q, s.query_heads, s.queries, s.q),
+                                   input(detail::cudnn_k, s.key_heads, s.keys, s.k),
+                                   input(detail::cudnn_v, s.key_heads, s.keys, s.v), options);
+        o->set_output(true);
+        describe(*o, detail::cudnn_o, s.query_heads, s.queries, s.dim, s.o);
+        if (s.stats) {
+            lse->set_output(true).set_data_type(fe::DataType_t::FLOAT);
+            describe(*lse, detail::cudnn_lse, s.query_heads, s.queries, 1, s.lse);
         }
-        auto result = made->build(handle_, {fe::HeurMode_t::A});
-        if (result.is_bad()) std::fprintf(stderr, "PROBE: %s\n", result.get_message().c_str());
-        return result.is_good() ? made : nullptr;
-    }
-
-    /// Adds the segments' parts.
-    template <class T, class Q, class K>
-    void add(attention_rows<T, Q, K> const& of, detail::cudnn_entries const& entries, rows<T> part_k, rows<T> dk,
-             rows<T> part_v, rows<T> dv, caller here) {
-        thd const& batch = of.keys.batch();
-        index_t const sequences = batch.sequences();
-        if (batch.tokens() == 0) return;
-        std::vector<index_t> numbers, part, seen;
-        for (index_t s = 0; s <= sequences; ++s) numbers.push_back(batch.offset(s));
-        index_t next = 0, row = 0;
-        for (index_t s = 0; s <= sequences; ++s) {
-            while (next < std::ssize(entries.list) && entries.list[static_cast<std::size_t>(next)].sequence < s) ++next;
-            numbers.push_back(next);
-        }
-        for (segment const& s : entries.list) {
-            part.push_back(row);
-            seen.push_back(s.token + s.count);
-            row += s.token + s.count;
-        }
-        numbers.insert(numbers.end(), part.begin(), part.end());
-        numbers.insert(numbers.end(), seen.begin(), seen.end());
-        auto tables = of.in.template room<index_t>(std::ssize(numbers));
-        write_numbers(numbers, tables.data(), of.in.stream(), here);
-        index_t const* const first = tables.data();
-        index_t const* const by_segment = first + 2 * (sequences + 1);
-        for (auto const& [parts, sums] : {std::pair(part_k, dk), std::pair(part_v, dv)})
-            for_each_element(of.in, batch.tokens(), sums.width(),
-                             detail::add_segments<T>{parts, sums, first, first + sequences + 1, by_segment,
-                                                     by_segment + std::ssize(part), sequences},
-                             here);
+        return made->build(handle_, {fe::HeurMode_t::A}).is_good() ? made : nullptr;
     }
 
     cudnnHandle_t handle_ = nullptr;
