@@ -1,11 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// Times attention on one GPU, forward and backward, by plain kernels and on tensor cores, against what these multiply.
+// Times attention on one GPU, forward and backward, by plain kernels and on tensor cores, against what these multiply,
+// and the forward by cuDNN, where its frontend was found and it is there.
 #include "timing.hpp"
 
 #include <cpx/core/thd.hpp>
 #include <cpx/cuda/attention_calls.hpp>
 #include <cpx/cuda/elements.hpp>
 #include <cpx/layout/head_sharded.hpp>
+#if __has_include(<cudnn_frontend.h>)
+#include <cpx/cuda/cudnn_attention.hpp>
+#endif
 
 #include <array>
 #include <cstdio>
@@ -57,7 +61,8 @@ double ms_of(cudaStream_t stream, bool plain, F const& f) {
     return static_cast<double>(ms);
 }
 
-times time(work const& w, gpu::attention_path path, gpu::stream const& stream) {
+/// Returns 0 of a backward that the path does not have, and of a forward that `engine` does not serve.
+times time(work const& w, gpu::attention_path path, gpu::attention_engine* engine, gpu::stream const& stream) {
     cpx::thd const batch = cpx::thd::from_lengths(w.lengths);
     cpx::replicated<> const whole(1, batch);
     gpu::memory const in(stream);
@@ -88,11 +93,13 @@ times time(work const& w, gpu::attention_path path, gpu::stream const& stream) {
         group,
         w.dim,
         1 / std::sqrt(static_cast<double>(w.dim)),
-        path};
+        path,
+        engine};
     bool const plain = path == gpu::attention_path::plain;
     bool taken = true;
     times t{};
     t.forward = ms_of(stream, plain, [&] { taken &= gpu::attend(of, view(o), view(lse)) == path; });
+    if (engine) return taken ? t : times{};
     gpu::delta_of_rows<element>(in, view(o), view(dout), w.dim, view(delta));
     cpx::kernels::attended_gradients<element> const from{view(dout), view(lse), view(delta)};
     t.queries = ms_of(stream, plain, [&] { taken &= gpu::attend_backward_queries(of, from, view(dq)) == path; });
@@ -123,22 +130,30 @@ int main(int argc, char** argv) {
              {"8, 32768", {12288, 7001, 5120, 3333, 2500, 1536, 987, 3}}})
         for (auto const& [queries, keys, dim] : {std::array{16, 2, 256}, std::array{32, 8, 128}})
             all.push_back({name, lengths, queries, keys, dim});
+    gpu::attention_engine* engine = nullptr;
+#if __has_include(<cudnn_frontend.h>)
+    gpu::cudnn_attention cudnn;
+    engine = &cudnn;
+#endif
     for (work const& w : all) {
         double pairs = 0; // of a query and a key that it sees
         for (index_t const n : w.lengths) pairs += static_cast<double>(n) * static_cast<double>(n + 1) / 2;
         double const flop = 2 * pairs * static_cast<double>(w.query_heads * w.dim); // of a product
-        times of[2];
-        for (auto const path : {gpu::attention_path::plain, gpu::attention_path::tensor_cores}) {
-            bool const plain = path == gpu::attention_path::plain;
-            times const t = of[plain ? 0 : 1] = time(w, path, stream);
+        times of[3];
+        char const* const names[] = {"plain", "tensor cores", "cuDNN"};
+        for (auto const path :
+             {gpu::attention_path::plain, gpu::attention_path::tensor_cores, gpu::attention_path::engine}) {
+            bool const asks = path == gpu::attention_path::engine;
+            if (asks && !engine) continue;
+            times const t = of[static_cast<int>(path)] = time(w, path, asks ? engine : nullptr, stream);
             std::string const heads =
                 std::to_string(w.query_heads) + "/" + std::to_string(w.key_heads) + " of " + std::to_string(w.dim);
             for (bool const back : {false, true}) {
                 double const ms = back ? t.queries + t.keys : t.forward;
+                if (ms == 0) continue;
                 double const rate = flop * (back ? 5 : 2) / (ms * 1e-3) * 1e-12;
                 std::printf("%-12s %-14s %-13s %-9s %10.3f %9.1f %8.1f%%", w.name, heads.c_str(),
-                            plain ? "plain" : "tensor cores", back ? "backward" : "forward", ms, rate,
-                            100 * rate / limit);
+                            names[static_cast<int>(path)], back ? "backward" : "forward", ms, rate, 100 * rate / limit);
                 if (back) std::printf("   %.3f + %.3f", t.queries, t.keys);
                 std::printf("\n");
             }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cpx/cuda/arguments.hpp>
+#include <cpx/cuda/attention_engine.hpp>
 #include <cpx/cuda/memory.hpp>
 #include <cpx/cuda/nvtx.hpp>
 #include <cpx/cuda/row_gather.hpp>
@@ -20,7 +21,7 @@
 namespace cpx::cuda {
 
 /// Which kernels compute attention, see `attention_path_of`.
-enum class attention_path { plain, tensor_cores };
+enum class attention_path { plain, tensor_cores, engine };
 
 /// Attention of one rank's rows, of arguments that fit: q of `queries`, k and v of `keys`, in the memory `in`. Query
 /// head h of the rank reads its key head `(first_query + h) / group - first_key`.
@@ -34,6 +35,7 @@ struct attention_rows {
     index_t first_query, query_heads, first_key, group, dim;
     double scale;
     attention_path path = attention_path::plain; ///< this one, where it can be taken
+    attention_engine* engine = nullptr;          ///< asked before, for the forward
 };
 
 namespace detail {

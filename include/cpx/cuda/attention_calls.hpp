@@ -6,6 +6,35 @@
 
 namespace cpx::cuda {
 
+namespace detail {
+
+/// Returns whether the engine has computed it.
+template <class T, class Q, class K>
+bool attend_by_engine(attention_rows<T, Q, K> const& of, rows<T> o, rows<float> lse, caller here) {
+    if constexpr (sizeof(T) == 2 && K::every_row) {
+        if (!of.engine || of.query_heads == 0 || of.first_query % of.group != 0 || of.query_heads % of.group != 0)
+            return false;
+        index_t const first = (of.first_query / of.group - of.first_key) * of.dim;
+        index_t const key_heads = of.query_heads / of.group, width = key_heads * of.dim;
+        attention_task<T> const task{of.q,
+                                     of.k.columns(first, width),
+                                     of.v.columns(first, width),
+                                     o,
+                                     lse,
+                                     attended_runs(of.queries, of.rank, of.keys.batch(), here),
+                                     of.query_heads,
+                                     key_heads,
+                                     of.dim,
+                                     of.scale,
+                                     of.in};
+        return task.runs.empty() || of.engine->attend(task, here);
+    } else {
+        return false;
+    }
+}
+
+} // namespace detail
+
 /// Writes o and, if it is memory, lse, as `cpx::attention` says. Returns the path it took.
 template <gpu_number T, any_sharding Q, any_sharding K>
 attention_path attend(attention_rows<T, Q, K> const& of, rows<T> o, rows<float> lse, caller here = caller::here()) {
@@ -17,6 +46,7 @@ attention_path attend(attention_rows<T, Q, K> const& of, rows<T> o, rows<float> 
     detail::require_memory(where, "o", o, here);
     if (lse.data()) detail::require_memory(where, "lse", lse, here);
     auto const range = named_range<"cpx attention">();
+    if (detail::attend_by_engine(of, o, lse, here)) return attention_path::engine;
     auto const launch = [&](auto kernel, int shared) {
         detail::launch_tiles(where, kernel, on.of_queries.tiles(), of.query_heads, shared, of.in.stream(), here,
                              on.tensors, o, lse);

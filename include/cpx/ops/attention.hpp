@@ -8,6 +8,10 @@
 
 namespace cpx {
 
+namespace cuda {
+class attention_engine;
+} // namespace cuda
+
 /// Heads of an attention, over all ranks. `query_heads` is a multiple of `key_heads`.
 struct attention_heads {
     index_t query_heads = 1, key_heads = 1;
@@ -15,6 +19,9 @@ struct attention_heads {
     /// On devices, of elements of 16 bits: tensor cores multiply, where these can (`cuda::attention_path_of`), with
     /// weights rounded to such elements; else a plain kernel, some ten times slower. Has no effect elsewhere.
     bool on_tensor_cores = true;
+    /// On devices, of elements of 16 bits: is asked for the forward first, say `cuda::cudnn_attention`. What it serves
+    /// may have other bits on every sharding. Has no effect elsewhere; the backward is cpx's, whose sums have an order.
+    cuda::attention_engine* engine = nullptr;
 };
 
 namespace detail {
@@ -24,6 +31,7 @@ struct attended_heads {
     range queries, keys;
     index_t group, dim; ///< query heads that read a key head, columns of a head
     bool on_tensor_cores;
+    cuda::attention_engine* engine = nullptr;
 
     /// Returns which of the rank's key heads its query head `h` reads.
     index_t key_of(index_t h) const { return (queries.first + h) / group - keys.first; }
@@ -55,8 +63,12 @@ attended_heads require_heads(char const* where, sharded<T, Q, M> const& q, shard
     require_batch(where, "batch of keys and values", "the queries'", queries.batch(), keys.batch(), here);
     require_own(where, "rank of k", k.rank(), keys.ranks(), q.rank(), queries.ranks(), here);
     require_in_memory(where, "k", k, q.memory(), "that of q", here);
-    return {queries.heads(q.rank(), heads.query_heads), keys.heads(q.rank(), heads.key_heads),
-            heads.query_heads / heads.key_heads, heads.dim, heads.on_tensor_cores};
+    return {queries.heads(q.rank(), heads.query_heads),
+            keys.heads(q.rank(), heads.key_heads),
+            heads.query_heads / heads.key_heads,
+            heads.dim,
+            heads.on_tensor_cores,
+            heads.engine};
 }
 /// Throws unless the key heads that the rank's query heads read are on it.
 inline void require_read_heads(char const* where, attended_heads const& at, caller here) {

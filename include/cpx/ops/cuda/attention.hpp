@@ -6,10 +6,12 @@
 // sharding, and so have dk and dv where the host's have, if their kernels are the same: on tensor cores where elements,
 // heads and rows let them be (`cuda::attention_path_of`) and the heads do not ask for plain ones.
 //
-// The kernels are the library's own and not cuDNN's, which its frontend would give: these bits, for rows of any packing
-// that stand anywhere, want sums in an order that is fixed, which nothing asks of cuDNN. It has a price. As PyTorch
-// runs them, cuDNN is 3.1 to 4.1 times as fast forward and 3.5 to 4.6 times backward, FlashAttention 1.4 to 2.1 and 2.3
-// to 2.6 times (one H200, bfloat16, heads of 128 and 256 columns; bench/RESULTS.md, "Attention").
+// The kernels are the library's own: these bits, for rows of any packing that stand anywhere, want sums in an order that
+// is fixed. It has a price. As PyTorch runs them, cuDNN is 3.1 to 4.1 times as fast forward and 3.5 to 4.6 times
+// backward, FlashAttention 1.4 to 2.1 and 2.3 to 2.6 times (one H200, bfloat16, heads of 128 and 256 columns;
+// bench/RESULTS.md, "Attention"). So a forward that need not have the bits of one rank may ask cuDNN,
+// `attention_heads::engine`. The backward does not: of packed rows cuDNN's dq has other bits in every run, or, asked for
+// the same ones, before 9.25 takes memory for queries x keys numbers of every head.
 #pragma once
 
 #include <cpx/cuda/attention_calls.hpp>
@@ -25,8 +27,8 @@ cuda::attention_rows<T, Q, K>
 rows_on_device(sharded<T const, Q, cuda::memory> const& q, sharded<T const, K, cuda::memory> const& k,
                sharded<T const, K, cuda::memory> const& v, attended_heads const& at, double scale) {
     auto const path = at.on_tensor_cores ? cuda::attention_path::tensor_cores : cuda::attention_path::plain;
-    return {q.sharding(),     k.sharding(),      q.rank(),      q.memory(), q.data(), k.data(), v.data(),
-            at.queries.first, at.queries.size(), at.keys.first, at.group,   at.dim,   scale,    path};
+    return {q.sharding(),      k.sharding(),  q.rank(), q.memory(), q.data(), k.data(), v.data(), at.queries.first,
+            at.queries.size(), at.keys.first, at.group, at.dim,     scale,    path,     at.engine};
 }
 template <class T, any_sharding Q>
 kernels::attended_gradients<T> gradients_on_device(attention_queries<T, Q, cuda::memory> const& from) {

@@ -1,0 +1,52 @@
+// SPDX-License-Identifier: Apache-2.0
+// What another library is asked that may compute attention in place of cpx's kernels.
+#pragma once
+
+#include <cpx/cuda/memory.hpp>
+#include <cpx/plan/segments.hpp>
+
+#include <vector>
+
+namespace cpx::cuda {
+
+/// Queries of a rank that are side by side, and the keys they see: `keys` rows from `first_key` on, the last query all
+/// of them, each query before it one fewer.
+struct attended_run {
+    index_t row, count, first_key, keys;
+};
+
+/// Attention of one rank's rows, of arguments that fit, of bfloat16 or half elements: o is written, and lse, if it is
+/// memory, as `cpx::attention` says. Key head h is read by `query_heads / key_heads` query heads, side by side.
+template <class T>
+struct attention_task {
+    rows<T const> q, k, v;
+    rows<T> o;
+    rows<float> lse;
+    std::vector<attended_run> runs; ///< each with queries
+    index_t query_heads, key_heads, dim;
+    double scale;
+    memory const& in; ///< everything is in the order of its stream
+};
+
+/// Computes attention for cpx where it can: `attention_heads::engine`. May be asked by several threads.
+class attention_engine {
+public:
+    virtual ~attention_engine() = default;
+    /// Returns false, and has written nothing, where it does not serve.
+    virtual bool attend(attention_task<__nv_bfloat16> const& task, caller here) = 0;
+    virtual bool attend(attention_task<__half> const& task, caller here) = 0;
+};
+
+namespace detail {
+
+template <any_sharding S>
+std::vector<attended_run> attended_runs(S const& queries, int rank, thd const& keys, caller here) {
+    std::vector<attended_run> list;
+    for (segment const& s : segments(queries, rank, here))
+        if (s.count > 0) list.push_back({s.row, s.count, keys.offset(s.sequence), s.token + s.count});
+    return list;
+}
+
+} // namespace detail
+
+} // namespace cpx::cuda
