@@ -62,7 +62,8 @@ mistakes = {
     "no threads": (lambda: cpx.threads(0), "threads::group: ranks: expected at least 1, got 0"),
     "a batch for a sharding": (
         lambda: cpx.relayout(cpx.thd([0, 20]), one(), 0),
-        r"relayout: arguments: expected \(source: cpx.Sharding, target: cpx.Sharding, rank: int\), got .*thd, .*Sharding",
+        r"relayout: arguments: expected \(source: cpx.Sharding, target: cpx.Sharding, rank: int\), got .*thd, "
+        r".*Sharding",
     ),
     "a plan for a sharding": (
         lambda: cpx.carry(cpx.halo(one(), 0, 3), 0), r"carry: arguments: expected \(sharding: cpx.Sharding, rank: int",

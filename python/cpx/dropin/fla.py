@@ -82,8 +82,8 @@ def get_cp_cu_seqlens(
 def build_cp_context(cu_seqlens, group, conv1d_kernel_size=None, cu_seqlens_cpu=None, *, carry="scan"):
     """Returns the context of this rank of a group, for the batch with these global offsets. Local.
 
-    cu_seqlens_cpu: the same on the host, which saves waiting for the device. carry, beyond the peer's: "scan", all ranks
-    compute at once, or "serial", one behind another, bitwise as one rank where each rank's rows begin at a multiple of
+    cu_seqlens_cpu: the same on the host, which saves waiting for the device. carry, beyond the peer's: "scan", all
+    ranks compute at once, or "serial", one behind another, bitwise as one rank where each rank's rows begin at a multiple of
     64 tokens (chunk_size) of their sequence; as of cpx.carry.
     """
     return get_cp_cu_seqlens(cu_seqlens, cu_seqlens_cpu, None, None, group, conv1d_kernel_size, carry=carry)
@@ -153,7 +153,8 @@ def chunk_gated_delta_rule(
     if use_beta_sigmoid_in_kernel:
         beta = beta.sigmoid() * (2 if allow_neg_eigval else 1)
     o = _common.gated_delta_rule(
-        q, k, v, g, beta, cp_context.sharding, cp_context.comm, cp_context.carry, qk_l2norm=use_qk_l2norm_in_kernel, scale=scale,
+        q, k, v, g, beta, cp_context.sharding, cp_context.comm, cp_context.carry,
+        qk_l2norm=use_qk_l2norm_in_kernel, scale=scale,
         chunk=kwargs.get("chunk_size", 64),
     )
     return o[None], None

@@ -39,8 +39,8 @@ def communicator(
     (2.8 and later), else one is made over its store. Collective; a second call returns the first one's.
     deadline: the longest, in seconds, that a rank of a group waits for the others.
     window: bytes, the same on all ranks, of memory in which results of exchanges are, so that peers' kernels store rows
-    there at once; see `Communicator.exchange_path`. None: made by the first exchange, eight times its largest result and
-    64 MB at least, but no more than half of what is free, and again, twice as large where there is memory, for a
+    there at once; see `Communicator.exchange_path`. None: made by the first exchange, eight times its largest result
+    and 64 MB at least, but no more than half of what is free, and again, twice as large where there is memory, for a
     result that is larger than a quarter of it; those before stay until this communicator leaves. 0, and exchanges are
     NCCL's messages. A quarter is for results that find no room or are made in other streams or in the capture of a
     graph: their rows are copied once more. What is larger than that quarter, because the bytes were said or a device

@@ -4,8 +4,9 @@
 A pool of torch's caching allocator has them, of which the extension gives the memory: so streams, record_stream and
 whatever holds a tensor count there as for any other. (A tensor by DLPack would be given back without regard to streams
 that have recorded it.) The pool begins as one block, which torch divides and joins: what it took in other sizes would
-never fit the next packing. Where the window has grown, another pool has the new one. Where it is full the pool goes on in other memory of the device, and rows are copied
-there, which other ranks need not know. A graph keeps its memory in a pool of its own: so do results in a capture.
+never fit the next packing. Where the window has grown, another pool has the new one. Where it is full the pool goes on
+in other memory of the device, and rows are copied there, which other ranks need not know. A graph keeps its memory in a
+pool of its own: so do results in a capture.
 """
 
 import functools
