@@ -2,7 +2,8 @@
 """Layers of cpx.torch's operators under FSDP2 and DDP, whole and compiled, against one rank that has all tokens.
 
 On the CPU two processes each have a batch of their own, over gloo, and a context of one rank. By torchrun, a GPU a
-rank, all ranks have parts of one batch, zigzag, over NCCL: `torchrun --nproc-per-node 2 -m pytest python/tests/test_fsdp.py`.
+rank, all ranks have parts of one batch, zigzag, over NCCL:
+`torchrun --nproc-per-node 2 -m pytest python/tests/test_fsdp.py`.
 """
 
 import os

@@ -83,8 +83,8 @@ def build_cp_context(cu_seqlens, group, conv1d_kernel_size=None, cu_seqlens_cpu=
     """Returns the context of this rank of a group, for the batch with these global offsets. Local.
 
     cu_seqlens_cpu: the same on the host, which saves waiting for the device. carry, beyond the peer's: "scan", all
-    ranks compute at once, or "serial", one behind another, bitwise as one rank where each rank's rows begin at a multiple of
-    64 tokens (chunk_size) of their sequence; as of cpx.carry.
+    ranks compute at once, or "serial", one behind another, bitwise as one rank where each rank's rows begin at a
+    multiple of 64 tokens (chunk_size) of their sequence; as of cpx.carry.
     """
     return get_cp_cu_seqlens(cu_seqlens, cu_seqlens_cpu, None, None, group, conv1d_kernel_size, carry=carry)
 
