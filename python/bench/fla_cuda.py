@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prints how long flash-linear-attention's delta rule and convolution take with a context of context parallelism, forward
-and backward, beside those of cpx.dropin.fla; milliseconds of the slowest rank.
+"""Prints how long flash-linear-attention's delta rule and convolution take with a context of context parallelism,
+forward and backward, beside those of cpx.dropin.fla; milliseconds of the slowest rank.
 
 torchrun --nproc-per-node RANKS python/bench/fla_cuda.py    (a GPU a rank, flash-linear-attention to import)
 """

@@ -6,11 +6,11 @@
 // sharding, and so have dk and dv where the host's have, if their kernels are the same: on tensor cores where elements,
 // heads and rows let them be (`cuda::attention_path_of`) and the heads do not ask for plain ones.
 //
-// The kernels are the library's own: these bits, for rows of any packing that stand anywhere, want sums in an order that
-// is fixed. It has a price. As PyTorch runs them, cuDNN is 3.1 to 4.1 times as fast forward and 3.5 to 4.6 times
+// The kernels are the library's own: these bits, for rows of any packing that stand anywhere, want sums in an order
+// that is fixed. It has a price. As PyTorch runs them, cuDNN is 3.1 to 4.1 times as fast forward and 3.5 to 4.6 times
 // backward, FlashAttention 1.4 to 2.1 and 2.3 to 2.6 times (one H200, bfloat16, heads of 128 and 256 columns;
 // bench/RESULTS.md, "Attention"). So a forward that need not have the bits of one rank may ask cuDNN,
-// `attention_heads::engine`. The backward does not: of packed rows cuDNN's dq has other bits in every run, or, asked for
+// `attention_heads::engine`. The backward does not: of packed rows cuDNN's dq has other bits in every run or, asked for
 // the same ones, before 9.25 takes memory for queries x keys numbers of every head.
 #pragma once
 

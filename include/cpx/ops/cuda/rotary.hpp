@@ -29,10 +29,10 @@ void rotary(X const& x, index_t head_dim, rotary_pairs const& pairs, rotary_posi
         rotary<element_of<Y>>(std::span(&tensor, 1), head_dim, pairs, positions, x.view().memory().stream(), here);
     }
 }
-template <class X = cpx::detail::any, class Y = cpx::detail::any>
+template <class X = cpx::detail::any>
 cpx::detail::refused rotary(X const& = {}, cpx::detail::any = {}, cpx::detail::any = {}, cpx::detail::any = {},
-                            Y const& = {}, cpx::detail::any = {}, cpx::detail::any = {}) {
-    static_assert(cpx::detail::never<X, Y>,
+                            cpx::detail::any = {}, cpx::detail::any = {}, cpx::detail::any = {}) {
+    static_assert(cpx::detail::never<X>,
                   "cpx: cuda::rotary(x, head_dim, pairs, positions, y) wants tensors of cuda::memory, whose stream it "
                   "takes, and rotary_positions of their rows on the device; of the host's, call cpx::rotary");
     return {};
@@ -55,11 +55,11 @@ void rotary_backward(X const& dy, index_t head_dim, rotary_pairs const& pairs, r
                                        here);
     }
 }
-template <class X = cpx::detail::any, class Y = cpx::detail::any>
+template <class X = cpx::detail::any>
 cpx::detail::refused rotary_backward(X const& = {}, cpx::detail::any = {}, cpx::detail::any = {}, cpx::detail::any = {},
-                                     Y const& = {}, cpx::detail::any = {}, cpx::detail::any = {}) {
+                                     cpx::detail::any = {}, cpx::detail::any = {}, cpx::detail::any = {}) {
     static_assert(
-        cpx::detail::never<X, Y>,
+        cpx::detail::never<X>,
         "cpx: cuda::rotary_backward(dy, head_dim, pairs, positions, dx) wants tensors of cuda::memory, whose stream it "
         "takes, and rotary_positions of their rows on the device; of the host's, call cpx::rotary_backward");
     return {};
