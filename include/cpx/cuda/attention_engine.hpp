@@ -2,6 +2,7 @@
 // What another library is asked that may compute attention in place of cpx's kernels.
 #pragma once
 
+#include <cpx/cuda/arguments.hpp>
 #include <cpx/cuda/memory.hpp>
 #include <cpx/plan/segments.hpp>
 
