@@ -1,15 +1,8 @@
 # Looks for the headers of cuDNN 9 and of its frontend, where cpx is built and where its package is found: CUDNN_ROOT,
 # build/cudnn, or the wheels nvidia-cudnn-frontend and nvidia-cudnn, known to python3. Makes the target cpx::cudnn, or
 # says that attention by cuDNN is left out. The library itself is loaded when a program asks for it.
-if(NOT CUDNN_FRONTEND_INCLUDE_DIR AND NOT DEFINED cpx_cudnn_wheels)
-    find_program(CPX_PYTHON3 python3)
-    mark_as_advanced(CPX_PYTHON3)
-    if(CPX_PYTHON3)
-        execute_process(COMMAND ${CPX_PYTHON3} -c "import sysconfig; print(sysconfig.get_path('purelib'))"
-            OUTPUT_VARIABLE cpx_cudnn_wheels OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
-    endif()
-endif()
-set(cpx_cudnn_folders ${CUDNN_ROOT} $ENV{CUDNN_ROOT} ${CMAKE_CURRENT_LIST_DIR}/../build/cudnn ${cpx_cudnn_wheels})
+include(${CMAKE_CURRENT_LIST_DIR}/python_wheels.cmake)
+set(cpx_cudnn_folders ${CUDNN_ROOT} $ENV{CUDNN_ROOT} ${CMAKE_CURRENT_LIST_DIR}/../build/cudnn ${cpx_wheels})
 find_path(CUDNN_FRONTEND_INCLUDE_DIR cudnn_frontend.h HINTS ${cpx_cudnn_folders} PATH_SUFFIXES include)
 find_path(CUDNN_INCLUDE_DIR cudnn_graph.h HINTS ${cpx_cudnn_folders} ${CUDAToolkit_INCLUDE_DIRS}
     PATH_SUFFIXES include nvidia/cudnn/include)

@@ -5,17 +5,10 @@ find_package(NvidiaCutlass QUIET)
 if(TARGET nvidia::cutlass::cutlass)
     get_target_property(cpx_cutlass_folders nvidia::cutlass::cutlass INTERFACE_INCLUDE_DIRECTORIES)
 endif()
-if(NOT CUTLASS_INCLUDE_DIR AND NOT DEFINED cpx_cutlass_wheels)
-    find_program(CPX_PYTHON3 python3)
-    mark_as_advanced(CPX_PYTHON3)
-    if(CPX_PYTHON3)
-        execute_process(COMMAND ${CPX_PYTHON3} -c "import sysconfig; print(sysconfig.get_path('purelib'))"
-            OUTPUT_VARIABLE cpx_cutlass_wheels OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
-    endif()
-endif()
+include(${CMAKE_CURRENT_LIST_DIR}/python_wheels.cmake)
 find_path(CUTLASS_INCLUDE_DIR cute/arch/mma_sm90_gmma.hpp
     HINTS ${cpx_cutlass_folders} ${CUTLASS_ROOT} $ENV{CUTLASS_ROOT} ${CMAKE_CURRENT_LIST_DIR}/../build/cutlass
-        ${cpx_cutlass_wheels}
+        ${cpx_wheels}
     PATH_SUFFIXES include cutlass_library/source/include)
 mark_as_advanced(CUTLASS_INCLUDE_DIR)
 

@@ -9,7 +9,6 @@ unasked. By default 128.
 """
 
 import os
-import statistics
 import sys
 
 import torch
@@ -18,23 +17,7 @@ import torch.distributed as dist
 import cpx
 from cpx.dropin import miles
 
-
-def slowest_us(call, calls=20, rounds=9):
-    """Returns the median of a call's microseconds on the device, of the slowest rank."""
-    took = []
-    for round in range(rounds + 1):
-        dist.barrier()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        for _ in range(calls):
-            call()
-        end.record()
-        end.synchronize()
-        if round > 0:
-            took.append(begin.elapsed_time(end) / calls * 1e3)
-    slowest = torch.tensor(statistics.median(took), device="cuda")
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return slowest.item()
+from slowest import slowest_ms
 
 
 def measure(tokens, sequences, width, communicators):
@@ -57,7 +40,7 @@ def measure(tokens, sequences, width, communicators):
         return gathered.index_select(0, own)
 
     expected = gather_and_select()
-    theirs = slowest_us(gather_and_select)
+    theirs = slowest_ms(gather_and_select, 20) * 1e3
     if rank == 0:
         print(f"{cu[-1]} x {width}, {sequences} sequences: all-gather and selection {theirs:.1f} us", flush=True)
     for blocks, comm in communicators:
@@ -71,7 +54,7 @@ def measure(tokens, sequences, width, communicators):
         assert wrong == 0, f"rank {rank}, {comm.exchange_path}: {wrong} of {len(y)} rows are wrong"
         back = miles.packed_shard_to_zigzag(y, cu, comm, rank, ranks)
         assert torch.equal(back.view(torch.int16), x.view(torch.int16)), f"rank {rank}, {comm.exchange_path}: not back"
-        ours = slowest_us(relayout)
+        ours = slowest_ms(relayout, 20) * 1e3
         comm.wait()
         path = comm.exchange_path + (f", {blocks} blocks" if comm.exchange_path == "window" else "")
         if rank == 0:

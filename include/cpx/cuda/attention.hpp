@@ -128,11 +128,20 @@ attention_path path_of(attention_rows<T, Q, K> const& of, caller here, X const&.
     return fit ? attention_path_of<T>(of.dim, here) : attention_path::plain;
 }
 
+/// Throws unless q, k and v are memory of the device, of heads that kernels take.
+template <class T, class Q, class K>
+void require_attended(char const* where, attention_rows<T, Q, K> const& of, caller here) {
+    require_memory(where, "q", of.q, here);
+    require_memory(where, "k", of.k, here);
+    require_memory(where, "v", of.v, here);
+    require(of.dim >= 1 && of.dim <= 256, where, "dim", "from 1 to 256, of tensors on devices", of.dim, here);
+}
+
 /// Arguments as kernels read them that take as many queries, or keys, a block.
 template <class T>
 struct attention_arguments {
     template <class Q, class K>
-    attention_arguments(char const* where, attention_rows<T, Q, K> const& of, int query_rows, int key_rows, caller here)
+    attention_arguments(attention_rows<T, Q, K> const& of, int query_rows, int key_rows, caller here)
         : of_queries(of.queries, of.rank, query_rows, of.in, here), of_keys(of.keys, of.rank, key_rows, of.in, here),
           tensors{of.q,
                   of.k,
@@ -143,12 +152,7 @@ struct attention_arguments {
                   of.first_key,
                   static_cast<int>(of.group),
                   static_cast<int>(of.dim),
-                  static_cast<float>(of.scale)} {
-        require_memory(where, "q", of.q, here);
-        require_memory(where, "k", of.k, here);
-        require_memory(where, "v", of.v, here);
-        require(of.dim >= 1 && of.dim <= 256, where, "dim", "from 1 to 256, of tensors on devices", of.dim, here);
-    }
+                  static_cast<float>(of.scale)} {}
 
     attention_places of_queries, of_keys;
     kernels::attended_tensors<T> tensors;

@@ -42,11 +42,12 @@ attention_path attend(attention_rows<T, Q, K> const& of, rows<T> o, rows<float> 
     char const* const where = "attention";
     auto const path = detail::path_of(of, here, o);
     int const tile = path == attention_path::plain ? attention::tile : attention::core_rows;
-    detail::attention_arguments<T> const on(where, of, tile, tile, here);
+    detail::require_attended(where, of, here);
     detail::require_memory(where, "o", o, here);
     if (lse.data()) detail::require_memory(where, "lse", lse, here);
     auto const range = named_range<"cpx attention">();
     if (detail::attend_by_engine(of, o, lse, here)) return attention_path::engine;
+    detail::attention_arguments<T> const on(of, tile, tile, here);
     auto const launch = [&](auto kernel, int shared) {
         detail::launch_tiles(where, kernel, on.of_queries.tiles(), of.query_heads, shared, of.in.stream(), here,
                              on.tensors, o, lse);
@@ -69,7 +70,8 @@ attention_path attend_backward_queries(attention_rows<T, Q, K> const& of,
     char const* const where = "attention_backward_queries";
     auto const path = detail::path_of(of, here, from.dout, dq);
     int const tile = path == attention_path::plain ? attention::tile : attention::core_rows;
-    detail::attention_arguments<T> const on(where, of, tile, tile, here);
+    detail::require_attended(where, of, here);
+    detail::attention_arguments<T> const on(of, tile, tile, here);
     detail::require_gradients(where, from, here);
     detail::require_memory(where, "dq", dq, here);
     auto const range = named_range<"cpx attention_backward_queries">();
@@ -100,7 +102,8 @@ attention_path attend_backward_keys(attention_rows<T, Q, K> const& of,
     char const* const where = "attention_backward_keys";
     auto const path = detail::path_of(of, here, from.dout, dk, dv);
     auto const run = [&](int tile, auto&& f) {
-        detail::attention_arguments<T> const on(where, of, tile, tile, here);
+        detail::require_attended(where, of, here);
+        detail::attention_arguments<T> const on(of, tile, tile, here);
         detail::require_gradients(where, from, here);
         detail::require_memory(where, "dk", dk, here);
         detail::require_memory(where, "dv", dv, here);
