@@ -120,6 +120,7 @@ TEST_SUITE("cuda") {
                                              std::pair(packing{150, 0, 301}, cpx::attention_heads{4, 2, 128}),
                                              std::pair(packing{0, 0}, cpx::attention_heads{2, 1, 8})}) {
             problem const p = random_problem<T>(support::lengths(lengths), heads, ++seed);
+            index_t const dim = heads.dim, first = lengths[0];
             results exact(p);
             on_host(p, exact);
             for (int const ranks : {1, 2, 3, 4, 5})
@@ -127,8 +128,8 @@ TEST_SUITE("cuda") {
                     auto const check = [&](char const* name, auto const& sharding) {
                         CAPTURE(name);
                         CAPTURE(ranks);
-                        CAPTURE(heads.dim);
-                        CAPTURE(lengths[0]);
+                        CAPTURE(dim);
+                        CAPTURE(first);
                         CAPTURE(beside);
                         bool const sums = beside == 0 || ranks != 3;
                         results found(p);
