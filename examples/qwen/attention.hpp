@@ -44,7 +44,7 @@ public:
     full_attention(tape<R>& at, S const& where, attention_by how, positions const& of_rows)
         : at_(at), how_(how), positions_(of_rows),
           heads_{*at.rank.model.config.num_attention_heads, *at.rank.model.config.num_key_value_heads,
-                 *at.rank.model.config.head_dim},
+                 *at.rank.model.config.head_dim, true, at.rank.attention_engine()},
           split_(where.ranks(), where.batch(), {of_queries(), of_keys(), of_keys()}),
           gather_(relayout(where, cpx::replicated<>(where.ranks(), where.batch()), rank())),
           there_(relayout(where, split_, rank())), home_(relayout(split_, where, rank())),

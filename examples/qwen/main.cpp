@@ -378,7 +378,8 @@ int main(int argc, char** argv) {
     app.option("--dtype", o.dtype,
                "float64 or float32, on GPUs float32 or bfloat16; left out: float64, on GPUs float32");
     app.option("--products", o.products,
-               "on GPUs: cublas, or fixed, by a plain kernel that makes exact strategies bitwise those of one GPU");
+               "on GPUs: cublas, with attention in bfloat16 by cuDNN where the program has it and it serves; or fixed, "
+               "by plain kernels that make exact strategies bitwise those of one GPU");
     app.option("--attention", o.attention, "gather (keys and values) or head_sharded");
     app.option("--linear", o.linear,
                "sequential, sequential:batch, zigzag, striped or head_sharded; left out: all of them; a model "

@@ -21,6 +21,7 @@ import cpx
 import cpx.torch
 
 _own = threading.local()  # comm and generator of the thread that is a rank
+_chosen = []  # options of pytest that say which tests
 
 
 class TorchOnCpu:
@@ -129,7 +130,7 @@ def run(checkout, files, patch, differs=None):
     differs: of tests that want what cpx does otherwise, by a part of their name, what it does.
     """
     put = _Put(patch, differs or {})
-    options = ["--noconftest", "-p", "no:cacheprovider", "-p", "no:terminal", "-c", os.devnull]
+    options = [*_chosen, "--noconftest", "-p", "no:cacheprovider", "-p", "no:terminal", "-c", os.devnull]
     paths = [str(checkout / f) for f in files]
     pytest.main([*options, f"--rootdir={checkout}", "--import-mode=importlib", *paths], plugins=[put])
     if put.tests == 0:
@@ -151,7 +152,10 @@ def report(name, program):
 def checkout_of_arguments(text):
     parser = argparse.ArgumentParser(description=text)
     parser.add_argument("checkout", type=lambda p: pathlib.Path(p).resolve(strict=True))
-    checkout = parser.parse_args().checkout
+    parser.add_argument("-k", metavar="EXPRESSION", help="of its files of tests, those whose names match, as pytest's")
+    arguments = parser.parse_args()
+    checkout = arguments.checkout
+    _chosen.extend(["-k", arguments.k] if arguments.k else [])
     sys.path.insert(0, str(checkout))
     where = f"{torch.cuda.device_count()} GPUs" if has_gpus() else "ranks as threads, on the CPU"
     print(f"torch {torch.__version__}, {where}")

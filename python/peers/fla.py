@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs flash-linear-attention's tests of context parallelism with cpx in its place:
 
-    python3 python/peers/fla.py CHECKOUT
+    python3 python/peers/fla.py CHECKOUT [-k EXPRESSION]
 
 The reference, of one rank, is the peer's: its kernels on a GPU, its functions of plain torch elsewhere. On GPUs its
 tests start processes, which this file enters again to put cpx there too.

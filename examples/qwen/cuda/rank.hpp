@@ -16,11 +16,15 @@
 
 #include <barrier>
 #include <chrono>
+#include <concepts>
 #include <memory>
 #include <numeric>
 #include <optional>
 
 namespace qwen {
+
+/// Returns what computes attention by cuDNN on the current device; null where the program is built without.
+std::unique_ptr<cpx::cuda::attention_engine> attention_by_cudnn();
 
 /// The transport of ranks some of which are threads of one process, of which none may allocate memory while another
 /// one's exchange waits for it: all end an exchange before one goes on.
@@ -64,6 +68,7 @@ public:
     /// `everyone`: where all ranks of this process meet; those that fail leave.
     gpu_rank(checkpoint<float> const& of, cpx::nccl& ranks, int experts_over, std::barrier<>& everyone, bool fixed)
         : model(of), everyone_(everyone), product_(stream_, fixed), comm(ranks, stream_, everyone), states_(comm) {
+        if (std::same_as<T, __nv_bfloat16> && !fixed) engine_ = attention_by_cudnn();
         if (experts_over < ranks.ranks()) some_ = ranks.split(ranks.rank() / experts_over);
         neighbours_.emplace(some_ ? *some_ : ranks, stream_, everyone);
         model.each([&](std::string const& name, cpx::rows<float const> w) {
@@ -95,6 +100,8 @@ public:
         return {w.data(), shape.count(), shape.width()};
     }
     neighbours_type& neighbours() { return *neighbours_; }
+    /// Returns null where cpx's own kernels compute attention, as they do where bits are fixed.
+    cpx::cuda::attention_engine* attention_engine() const { return engine_.get(); }
     cpx::cuda::state_exchange& carrier() { return states_; }
     void ended(cpx::plan const& of = {}, index_t width = 0) {
         comm.end();
@@ -146,6 +153,7 @@ private:
     void add_states(cpx::plan const& step, index_t width) { states_sent_ += comm.template tally<float>(step, width); }
     std::unique_ptr<cpx::nccl> some_;               ///< the neighbours, if they are not all ranks
     std::optional<ending_communicator> neighbours_; ///< that share the experts
+    std::unique_ptr<cpx::cuda::attention_engine> engine_;
     cpx::cuda::state_exchange states_;
     cpx::tally states_sent_;
     std::map<std::string, cpx::cuda::buffer<T>> weights_;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention by cuDNN's graphs. Wants cuDNN 9 and the headers of its frontend, see cmake/find_cudnn.cmake.
+// Attention by cuDNN's graphs. Wants cuDNN 9 and the headers of its frontend, see cmake/find_cudnn.cmake; these stand
+// before nlohmann's JSON and what includes it, such as `cpx/model`, or the frontend does not compile.
 #pragma once
 
 #include <cpx/cuda/attention_engine.hpp>
