@@ -1,15 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // Times attention on one GPU, forward and backward, by plain kernels and on tensor cores, against what these multiply,
 // and the forward by cuDNN, where its frontend was found and it is there.
+#include "../../harness/cudnn_attention.hpp"
 #include "timing.hpp"
 
 #include <cpx/core/thd.hpp>
 #include <cpx/cuda/attention_calls.hpp>
 #include <cpx/cuda/elements.hpp>
 #include <cpx/layout/head_sharded.hpp>
-#if __has_include(<cudnn_frontend.h>)
-#include <cpx/cuda/cudnn_attention.hpp>
-#endif
 
 #include <array>
 #include <cstdio>
@@ -130,11 +128,7 @@ int main(int argc, char** argv) {
              {"8, 32768", {12288, 7001, 5120, 3333, 2500, 1536, 987, 3}}})
         for (auto const& [queries, keys, dim] : {std::array{16, 2, 256}, std::array{32, 8, 128}})
             all.push_back({name, lengths, queries, keys, dim});
-    gpu::attention_engine* engine = nullptr;
-#if __has_include(<cudnn_frontend.h>)
-    gpu::cudnn_attention cudnn;
-    engine = &cudnn;
-#endif
+    auto const cudnn = cudnn_attention();
     for (work const& w : all) {
         double pairs = 0; // of a query and a key that it sees
         for (index_t const n : w.lengths) pairs += static_cast<double>(n) * static_cast<double>(n + 1) / 2;
@@ -144,8 +138,8 @@ int main(int argc, char** argv) {
         for (auto const path :
              {gpu::attention_path::plain, gpu::attention_path::tensor_cores, gpu::attention_path::engine}) {
             bool const asks = path == gpu::attention_path::engine;
-            if (asks && !engine) continue;
-            times const t = of[static_cast<int>(path)] = time(w, path, asks ? engine : nullptr, stream);
+            if (asks && !cudnn) continue;
+            times const t = of[static_cast<int>(path)] = time(w, path, asks ? cudnn.get() : nullptr, stream);
             std::string const heads =
                 std::to_string(w.query_heads) + "/" + std::to_string(w.key_heads) + " of " + std::to_string(w.dim);
             for (bool const back : {false, true}) {

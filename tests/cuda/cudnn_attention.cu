@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "../../harness/cudnn_attention.hpp"
+
 #include <cpx/cuda/attention_calls.hpp>
-#include <cpx/cuda/cudnn_attention.hpp>
 
 #include <doctest/doctest.h>
 
@@ -62,7 +63,7 @@ struct rank_tensors {
 
 /// The forward of all ranks of `sharding`, each with all keys. Returns whether `by` has served every one.
 template <class T, cpx::any_sharding S>
-bool run(cuda::cudnn_attention& by, problem const& p, S const& sharding, index_t beside, bool sums, results& to) {
+bool run(cuda::attention_engine& by, problem const& p, S const& sharding, index_t beside, bool sums, results& to) {
     bool served = true;
     for (int rank = 0; rank < sharding.ranks(); ++rank) {
         cuda::stream const stream;
@@ -106,9 +107,9 @@ TEST_SUITE("cuda") {
     TEST_CASE_TEMPLATE("attention by cuDNN is the host's within the elements' precision, on every sharding", T,
                        __nv_bfloat16, __half) {
         if (!has_gpus()) return;
-        cuda::cudnn_attention by;
+        auto const by = cudnn_attention();
         if (!by) {
-            MESSAGE("cpx: skipped, libcudnn.so.9 not found");
+            MESSAGE("cpx: skipped, cuDNN not found");
             return;
         }
         std::uint64_t seed = 0;
@@ -136,7 +137,7 @@ TEST_SUITE("cuda") {
                         found.of = exact.of;
                         for (std::size_t const i : {0u, 1u})
                             if (i == 0 || sums) std::ranges::fill(found.of[i], NAN);
-                        CHECK(run<T>(by, p, sharding, beside, sums, found));
+                        CHECK(run<T>(*by, p, sharding, beside, sums, found));
                         check_close<T>(found, exact);
                     };
                     check("sequential", on_ranks::by_tokens(cpx::shard(p.batch, cpx::sequential<>(ranks))));
@@ -147,13 +148,14 @@ TEST_SUITE("cuda") {
 
     TEST_CASE("where cuDNN does not serve, cpx's kernels compute attention") {
         if (!has_gpus()) return;
-        cuda::cudnn_attention by;
+        auto const by = cudnn_attention();
+        if (!by) return;
         problem const p = random_problem<__nv_bfloat16>(support::lengths(packing{900, 3, 40}), {4, 2, 36}, 7);
         auto const sharding = on_ranks::by_tokens(cpx::shard(p.batch, cpx::striped<>(4)));
         results found(p), exact(p);
         on_host(p, exact);
         for (std::size_t const i : {2u, 3u, 4u}) found.of[i] = exact.of[i];
-        CHECK(!run<__nv_bfloat16>(by, p, sharding, 0, true, found)); // heads of 36 columns
+        CHECK(!run<__nv_bfloat16>(*by, p, sharding, 0, true, found)); // heads of 36 columns
         check_close<__nv_bfloat16>(found, exact);
     }
 }

@@ -4,6 +4,7 @@
 
 #include "blas.hpp"
 
+#include "../../../harness/cudnn_attention.hpp"
 #include "../run.hpp"
 
 #include <cpx/ops/cuda/attention.hpp>
@@ -17,14 +18,23 @@
 #include <barrier>
 #include <chrono>
 #include <concepts>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <numeric>
 #include <optional>
 
 namespace qwen {
 
-/// Returns what computes attention by cuDNN on the current device; null where the program is built without.
-std::unique_ptr<cpx::cuda::attention_engine> attention_by_cudnn();
+/// Returns what computes attention by cuDNN on the current device, with its graphs of all runs; null if there is none.
+inline cpx::cuda::attention_engine* cudnn_of_device() {
+    static std::mutex guard;
+    static std::map<int, std::unique_ptr<cpx::cuda::attention_engine>> of_device;
+    std::lock_guard const lock(guard);
+    auto const [at, fresh] = of_device.try_emplace(cpx::cuda::current_device());
+    if (fresh) at->second = cudnn_attention();
+    return at->second.get();
+}
 
 /// The transport of ranks some of which are threads of one process, of which none may allocate memory while another
 /// one's exchange waits for it: all end an exchange before one goes on.
@@ -68,7 +78,7 @@ public:
     /// `everyone`: where all ranks of this process meet; those that fail leave.
     gpu_rank(checkpoint<float> const& of, cpx::nccl& ranks, int experts_over, std::barrier<>& everyone, bool fixed)
         : model(of), everyone_(everyone), product_(stream_, fixed), comm(ranks, stream_, everyone), states_(comm) {
-        if (std::same_as<T, __nv_bfloat16> && !fixed) engine_ = attention_by_cudnn();
+        if (std::same_as<T, __nv_bfloat16> && !fixed) engine_ = cudnn_of_device();
         if (experts_over < ranks.ranks()) some_ = ranks.split(ranks.rank() / experts_over);
         neighbours_.emplace(some_ ? *some_ : ranks, stream_, everyone);
         model.each([&](std::string const& name, cpx::rows<float const> w) {
@@ -101,7 +111,7 @@ public:
     }
     neighbours_type& neighbours() { return *neighbours_; }
     /// Returns null where cpx's own kernels compute attention, as they do where bits are fixed.
-    cpx::cuda::attention_engine* attention_engine() const { return engine_.get(); }
+    cpx::cuda::attention_engine* attention_engine() const { return engine_; }
     cpx::cuda::state_exchange& carrier() { return states_; }
     void ended(cpx::plan const& of = {}, index_t width = 0) {
         comm.end();
@@ -153,7 +163,7 @@ private:
     void add_states(cpx::plan const& step, index_t width) { states_sent_ += comm.template tally<float>(step, width); }
     std::unique_ptr<cpx::nccl> some_;               ///< the neighbours, if they are not all ranks
     std::optional<ending_communicator> neighbours_; ///< that share the experts
-    std::unique_ptr<cpx::cuda::attention_engine> engine_;
+    cpx::cuda::attention_engine* engine_ = nullptr;
     cpx::cuda::state_exchange states_;
     cpx::tally states_sent_;
     std::map<std::string, cpx::cuda::buffer<T>> weights_;

@@ -16,6 +16,15 @@ bool attend_by_engine(attention_rows<T, Q, K> const& of, rows<T> o, rows<float> 
             return false;
         index_t const first = (of.first_query / of.group - of.first_key) * of.dim;
         index_t const key_heads = of.query_heads / of.group, width = key_heads * of.dim;
+        std::vector<block<index_t>> numbers; // until the engine has returned: freed in stream order
+        std::vector<block<char>> rooms;
+        engine_memory const memory{
+            [&](index_t bytes) { return rooms.emplace_back(of.in.template room<char>(bytes)).data(); },
+            [&](std::span<index_t const> given) {
+                auto& made = numbers.emplace_back(of.in.template room<index_t>(std::ssize(given)));
+                write_numbers(given, made.data(), of.in.stream(), here);
+                return made.data();
+            }};
         attention_task<T> const task{of.q,
                                      of.k.columns(first, width),
                                      of.v.columns(first, width),
@@ -26,7 +35,8 @@ bool attend_by_engine(attention_rows<T, Q, K> const& of, rows<T> o, rows<float> 
                                      key_heads,
                                      of.dim,
                                      of.scale,
-                                     of.in};
+                                     of.in.stream(),
+                                     memory};
         return task.runs.empty() || of.engine->attend(task, here);
     } else {
         return false;

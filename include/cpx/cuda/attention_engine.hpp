@@ -1,11 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// What another library is asked that may compute attention in place of cpx's kernels.
+// What another library is asked that may compute attention in place of cpx's kernels. Of kernels it knows nothing, so
+// that an engine can be compiled by the host's compiler.
 #pragma once
 
-#include <cpx/cuda/arguments.hpp>
-#include <cpx/cuda/memory.hpp>
+#include <cpx/core/rows.hpp>
 #include <cpx/plan/segments.hpp>
 
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime_api.h>
+
+#include <functional>
+#include <span>
 #include <vector>
 
 namespace cpx::cuda {
@@ -14,6 +20,12 @@ namespace cpx::cuda {
 /// of them, each query before it one fewer.
 struct attended_run {
     index_t row, count, first_key, keys;
+};
+
+/// Memory of the device that lives until the work of a task has ended.
+struct engine_memory {
+    std::function<void*(index_t bytes)> room;
+    std::function<index_t*(std::span<index_t const> numbers)> holding; ///< written in stream order
 };
 
 /// Attention of one rank's rows, of arguments that fit, of bfloat16 or half elements: o is written, and lse, if it is
@@ -26,7 +38,8 @@ struct attention_task {
     std::vector<attended_run> runs; ///< each with queries
     index_t query_heads, key_heads, dim;
     double scale;
-    memory const& in; ///< everything is in the order of its stream
+    cudaStream_t stream; ///< everything is in its order
+    engine_memory const& memory;
 };
 
 /// Computes attention for cpx where it can: `attention_heads::engine`. May be asked by several threads.

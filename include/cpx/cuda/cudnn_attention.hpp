@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention by cuDNN's graphs. Wants cuDNN 9 and the headers of its frontend, see cmake/find_cudnn.cmake; these stand
-// before nlohmann's JSON and what includes it, such as `cpx/model`, or the frontend does not compile.
+// Attention by cuDNN's graphs. Wants cuDNN 9 and the headers of its frontend, see cmake/find_cudnn.cmake. They take the
+// host's compiler half a minute, nvcc three, and do not compile behind nlohmann's JSON: best in a source of their own,
+// which hands out an `attention_engine`, say harness/cudnn_attention.cpp.
 #pragma once
 
 #include <cpx/cuda/attention_engine.hpp>
-#include <cpx/cuda/write_numbers.hpp>
 
 #include <cudnn_frontend.h>
 
@@ -81,11 +81,15 @@ public:
 
 private:
     template <class T>
+    static bool aligned(rows<T> const& x) {
+        return reinterpret_cast<std::uintptr_t>(x.data()) % 16 == 0 && x.stride() * index_t{sizeof(T)} % 16 == 0;
+    }
+    template <class T>
     bool serves(attention_task<T> const& t) const {
         index_t seen = 0;
         for (attended_run const& r : t.runs) seen += r.keys;
-        return handle_ && t.dim % 8 == 0 && t.dim <= 256 && detail::row_vector(t.q, t.k, t.v, t.o) == 16 &&
-               reinterpret_cast<std::uintptr_t>(t.lse.data()) % 16 == 0 && seen <= 4 * t.k.count();
+        return handle_ && t.dim % 8 == 0 && t.dim <= 256 && aligned(t.q) && aligned(t.k) && aligned(t.v) &&
+               aligned(t.o) && reinterpret_cast<std::uintptr_t>(t.lse.data()) % 16 == 0 && seen <= 4 * t.k.count();
     }
     template <class T>
     static detail::cudnn_shape shape_of(attention_task<T> const& t) {
@@ -143,23 +147,23 @@ private:
         auto const [at, fresh] = graphs_.try_emplace(shape);
         if (fresh) at->second = built(shape);
         if (!at->second) return false;
-        auto const numbers = tables(shape, t.runs);
-        auto on_device = t.in.template room<index_t>(std::ssize(numbers));
-        write_numbers(numbers, on_device.data(), t.in.stream(), here);
-        std::unordered_map<index_t, void*> pointers{
-            {detail::cudnn_q, const_cast<T*>(t.q.data())}, {detail::cudnn_k, const_cast<T*>(t.k.data())},
-            {detail::cudnn_v, const_cast<T*>(t.v.data())}, {detail::cudnn_o, t.o.data()},
-            {detail::cudnn_queries, on_device.data()},     {detail::cudnn_keys, on_device.data() + shape.runs / 2}};
+        index_t* const numbers = t.memory.holding(tables(shape, t.runs));
+        std::unordered_map<index_t, void*> pointers{{detail::cudnn_q, const_cast<T*>(t.q.data())},
+                                                    {detail::cudnn_k, const_cast<T*>(t.k.data())},
+                                                    {detail::cudnn_v, const_cast<T*>(t.v.data())},
+                                                    {detail::cudnn_o, t.o.data()},
+                                                    {detail::cudnn_queries, numbers},
+                                                    {detail::cudnn_keys, numbers + shape.runs / 2}};
         if (shape.stats) pointers[detail::cudnn_lse] = t.lse.data();
         for (index_t tensor = detail::cudnn_q; tensor <= detail::cudnn_lse; ++tensor)
             pointers[detail::cudnn_offsets + tensor] =
-                on_device.data() + shape.runs + (tensor - detail::cudnn_q) * (shape.runs + 2);
+                numbers + shape.runs + (tensor - detail::cudnn_q) * (shape.runs + 2);
         std::int64_t bytes = 0;
         require_good(at->second->get_workspace_size(bytes), here);
-        auto workspace = t.in.template room<char>(bytes);
-        require(cudnn_frontend::detail::set_stream(handle_, t.in.stream()) == CUDNN_STATUS_SUCCESS, "attention",
-                "stream", "one that cuDNN takes", "another", here);
-        require_good(at->second->execute(handle_, pointers, workspace.data()), here);
+        void* const workspace = t.memory.room(bytes);
+        require(cudnn_frontend::detail::set_stream(handle_, t.stream) == CUDNN_STATUS_SUCCESS, "attention", "stream",
+                "one that cuDNN takes", "another", here);
+        require_good(at->second->execute(handle_, pointers, workspace), here);
         return true;
     }
     static void require_good(cudnn_frontend::error_t result, caller here) {
