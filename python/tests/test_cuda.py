@@ -62,7 +62,7 @@ def comm(tmp_path_factory):
 
 def numbers(*shape, seed=0):
     """Returns the same random numbers on every rank, on the host."""
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def rounded(x, dtype):

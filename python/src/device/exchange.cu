@@ -92,9 +92,10 @@ cpx::rows<T> dense_rows_to(tensor const& t) {
 }
 
 /// Runs a plan. `stores`: whether a kernel may store rows into the peers' window, which pays for rows of some bytes.
-template <class T>
+/// `room_of(width, most)`: see `room_for`.
+template <class T, class F>
 void run(char const* where, device_group& g, relayout_value const& plan, cpx::rows<T const> from, cpx::rows<T> to,
-         bool stores) {
+         bool stores, F&& room_of) {
     auto const& comm = g.comm();
     // What was moved goes back by the tables with which it came, what was copied by others, which add.
     cpx::plan const& p = plan.plan;
@@ -109,7 +110,7 @@ void run(char const* where, device_group& g, relayout_value const& plan, cpx::ro
             [&](auto const& a) { return plan.to.visit([&](auto const& b) { return capacity_for(a, b); }); });
     };
     auto const room = [&](cpx::capacity const& most) {
-        return most.rows > 0 ? std::optional(room_for(plan, width, most)) : std::nullopt;
+        return most.rows > 0 ? std::optional(room_of(width, most)) : std::nullopt;
     };
     // Where no rows move, ranks do not meet.
     cpx::index_t const row = from.width();
@@ -266,7 +267,8 @@ void exchange_on(device_group& g, relayout_value const& plan, tensor const& x, t
         from, [&]<class T>(as<T>) {
             auto const source = dense_rows<T>(from);
             auto const target = dense_rows_to<T>(to);
-            run<T>(x.where, g, plan, source, target, true);
+            run<T>(x.where, g, plan, source, target, true,
+                   [&](index_t width, cpx::capacity const& most) { return room_for(plan, width, most); });
         });
 }
 
@@ -297,8 +299,12 @@ void sum_on(device_group& g, tensor const& values) {
         plan.id[cpx::identity::parameter] = static_cast<std::uint64_t>(count);
         auto own = g.comm().memory().template room<T>(plan.source_rows);
         cpx::rows<T> const all(list.data(), count, 1), share(own.data(), plan.source_rows, 1);
-        run<T>(values.where, g, {plan.transposed(), {whole}, {shares}, true}, cpx::rows<T const>(all), share, false);
-        run<T>(values.where, g, {plan, {shares}, {whole}}, cpx::rows<T const>(share), all, false);
+        auto const room = [&](index_t, cpx::capacity const& most) { // of every rank the same share, one run
+            return cpx::movement_room{.runs = 4 * ranks, .elements = (most.rows / ranks + 1) * ranks};
+        };
+        run<T>(values.where, g, {plan.transposed(), {whole}, {shares}, true}, cpx::rows<T const>(all), share, false,
+               room);
+        run<T>(values.where, g, {plan, {shares}, {whole}}, cpx::rows<T const>(share), all, false, room);
     });
 }
 
