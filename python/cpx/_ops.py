@@ -20,6 +20,13 @@ def _require_plan(where, plan, kind):
         raise Error(where, "plan", f"what cpx.{kind.__name__.lower()} returns", type(plan).__name__)
 
 
+def _require_comm(where, comm):
+    if not isinstance(comm, Communicator):
+        kind = type(comm)
+        name = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+        raise Error(where, "comm", "what cpx.run hands to a rank, or cpx.threads returns", name)
+
+
 def exchange(plan: Relayout, x, comm: Communicator, out=None):
     """Runs a plan of `relayout`: moves this rank's rows of x to where they belong on all ranks. Collective.
 
@@ -29,6 +36,7 @@ def exchange(plan: Relayout, x, comm: Communicator, out=None):
     if a rank fails or does not come.
     """
     _require_plan("exchange", plan, Relayout)
+    _require_comm("exchange", comm)
     rows = bare("exchange", "x", x, plan.source, plan.rank)
     row = _shape("exchange", "x", rows)[1:]
     if plan.target_width and plan.target_width != math.prod(row):
@@ -44,6 +52,7 @@ def shift_rows(plan: Halo, x, comm: Communicator, fill=0, out=None):
     plan: of `halo`. `fill` where either is no valid token of the sequence. The backward is the same by the other side.
     """
     _require_plan("shift_rows", plan, Halo)
+    _require_comm("shift_rows", comm)
     place = plan.sharding, plan.rank
     rows = bare("shift_rows", "x", x, *place)
     y = _result(rows, bare("shift_rows", "out", out, *place), _shape("shift_rows", "x", rows))
@@ -56,6 +65,7 @@ def sum_over_ranks(values, comm: Communicator):
 
     Collective. Each rank sends 2 (W - 1) / W times the values. Returns values.
     """
+    _require_comm("sum_over_ranks", comm)
     _ext.sum_over_ranks(values, comm)
     return values
 
@@ -71,6 +81,7 @@ def causal_conv1d(
     written on the rank where a sequence ends; they may be one array.
     """
     _require_plan("causal_conv1d", plan, Halo)
+    _require_comm("causal_conv1d", comm)
     where, place = "causal_conv1d", (plan.sharding, plan.rank)
     rows = bare(where, "x", x, *place)
     y = _result(rows, bare(where, "out", out, *place), _shape(where, "x", rows))
@@ -101,6 +112,7 @@ def causal_conv1d_backward(
     """
     for plan in (before, after):
         _require_plan("causal_conv1d_backward", plan, Halo)
+    _require_comm("causal_conv1d_backward", comm)
     where, place = "causal_conv1d_backward", (before.sharding, before.rank)
     given, x, dy = x, bare(where, "x", x, *place), bare(where, "dy", dy, *place)
     to_x = _result(x, bare(where, "dx", dx, *place), _shape(where, "x", x))
@@ -162,6 +174,7 @@ def saved_states(plan: Carry, like, heads, recurrence="gated_delta_rule") -> Sav
 
 def _recur(name, plan, inputs, comm: Communicator, heads, chunk, norm, scale, initial, final, saved, out):
     _require_plan(name, plan, Carry)
+    _require_comm(name, comm)
     given, place = inputs[2], (plan.sharding, plan.rank)
     inputs = [bare(name, of, x, *place) for of, x in zip(_input_names, inputs)]
     q, v = inputs[0], inputs[2]
@@ -176,6 +189,7 @@ def _recur_backward(
     name, plan, inputs, do, saved, comm: Communicator, heads, chunk, norm, scale, dfinal, dinitial, gradients
 ):
     _require_plan(name + "_backward", plan, Carry)
+    _require_comm(name + "_backward", comm)
     where, place, of_inputs = name + "_backward", (plan.sharding, plan.rank), inputs
     inputs = [bare(where, of, x, *place) for of, x in zip(_input_names, inputs)]
     do = bare(where, "do", do, *place)
@@ -418,6 +432,7 @@ class gated_delta_net:
         (sequences, value heads * key_dim * value_dim) of the heads that the rank holds. saved: of `new_saved`.
         """
         where, place = "gated_delta_net", (self.sharding, self.rank)
+        _require_comm(where, comm)
         rows = bare(where, "x", x, *place)
         y = _result(rows, bare(where, "out", out, *place), _shape(where, "x", rows))
         self._net.forward(self._list(where, weights), rows, y, comm, conv, recurrent, saved)
@@ -434,6 +449,7 @@ class gated_delta_net:
         order of the batch.
         """
         where, place = "gated_delta_net_backward", (self.sharding, self.rank)
+        _require_comm(where, comm)
         rows, dy = bare(where, "x", x, *place), bare(where, "dy", dy, *place)
         to_x = _result(rows, bare(where, "dx", dx, *place), _shape(where, "x", rows))
         given = self._list(where, weights)
@@ -493,6 +509,8 @@ def attention(
     which have float32, bfloat16 and float16, and lse of float32.
     """
     heads, scale = _attended("attention", heads, scale)
+    if comm is not None:
+        _require_comm("attention", comm)
     given, q = q, bare("attention", "q", q, queries, rank)
     k, v = bare("attention", "k", k, keys, rank), bare("attention", "v", v, keys, rank)
     o = _result(q, bare("attention", "out", out, queries, rank), _shape("attention", "q", q))
@@ -522,7 +540,9 @@ def attention_backward(
     dk and dv are this rank's share of all keys' gradients where queries are sharded by tokens: the transposed plan of
     the keys' relayout adds them in rank order. Collective where query heads of one group are on several ranks.
     """
-    where, rank, of_q, of_k = "attention_backward", comm.rank, q, k
+    where, of_q, of_k = "attention_backward", q, k
+    _require_comm(where, comm)
+    rank = comm.rank
     heads, scale = _attended(where, heads, scale)
     q, o, do = (bare(where, name, x, queries, rank) for name, x in (("q", q), ("o", o), ("do", do)))
     k, v = bare(where, "k", k, keys, rank), bare(where, "v", v, keys, rank)
@@ -543,6 +563,7 @@ def next_token_labels(plan: Halo, tokens, comm: Communicator, out=None):
     plan: halo(sharding, rank, 1, "after"), or of k rows for the token k ahead; tokens: (rows,) int64.
     """
     _require_plan("next_token_labels", plan, Halo)
+    _require_comm("next_token_labels", comm)
     where, place = "next_token_labels", (plan.sharding, plan.rank)
     rows = bare(where, "tokens", tokens, *place)
     labels = _result(rows, bare(where, "out", out, *place), _shape(where, "tokens", rows))
@@ -562,6 +583,7 @@ def mean_token_loss(sharding: Sharding, logp, labels, comm: Communicator, weight
 
     Bitwise the same on every sharding and any number of ranks.
     """
+    _require_comm("mean_token_loss", comm)
     logp = bare("mean_token_loss", "logp", logp, sharding, comm.rank)
     labels = bare("mean_token_loss", "labels", labels, sharding, comm.rank)
     return TokenLoss(*_ext.mean_token_loss(sharding, logp, labels, comm, weights))
@@ -582,6 +604,10 @@ class ExpertExchange(_ext.ExpertExchange):
     the experts from r * experts / W on. Its making and its calls are collective. `begins` says where the rows of each
     own expert begin.
     """
+
+    def __init__(self, chosen, experts, places, comm: Communicator):
+        _require_comm("expert_exchange", comm)
+        super().__init__(chosen, experts, places, comm)
 
     def to_experts(self, x, width=None, out=None):
         """Brings rows to the owners: (count, width), experts ascending, of one expert in the order of the batch.
@@ -613,6 +639,7 @@ class Movement:
     """
 
     def __init__(self, source: Sharding, target: Sharding, width, rows, sequences, comm: Communicator):
+        _require_comm("movement", comm)
         self.comm, self.width, self.rows, self.sequences = comm, width, rows, sequences
         self._like = source, target
         self._source = self._target = None

@@ -157,11 +157,7 @@ def train(comm, model, text, steps):
 
 def summed(loss, parameters, comm):
     """Sums gradients over the ranks, and the loss, which it returns."""
-    sums = torch.cat([loss.view(1), *(p.grad.flatten() for p in parameters)])
-    if comm.device.type == "cpu":
-        sums = ct.sum_over_ranks(sums, comm)
-    else:
-        torch.distributed.all_reduce(sums)
+    sums = ct.sum_over_ranks(torch.cat([loss.view(1), *(p.grad.flatten() for p in parameters)]), comm)
     loss, *parts = sums.split([1, *(p.numel() for p in parameters)])
     for p, gradient in zip(parameters, parts):
         p.grad.copy_(gradient.view_as(p))

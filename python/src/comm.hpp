@@ -83,6 +83,8 @@ public:
 class device_operators {
 public:
     virtual void exchange(relayout_value const& plan, nb::handle x, nb::handle y) = 0;
+    virtual void shift(halo_value const& plan, nb::handle x, nb::handle y, double fill) = 0;
+    virtual void sum(nb::handle values) = 0;
     virtual void convolve(halo_value const& before, convolution_objects const& o, cpx::activation act) = 0;
     virtual void convolve_backward(halo_value const& before, convolution_objects const& o, cpx::activation act) = 0;
     virtual void recur(std::string_view name, bool back, carry_value const& plan, recurrence_objects const& o) = 0;

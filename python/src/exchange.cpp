@@ -64,6 +64,7 @@ void exchange(relayout_value const& plan, nb::object source, nb::object target, 
 }
 
 void sum_over_ranks(nb::object values, communicator& comm) {
+    if (auto* const there = comm.on_device()) return there->sum(values);
     char const* const where = "sum_over_ranks";
     array const a = written(where, "values", values);
     with_number(a, [&]<class T>(of_type<T>) {
@@ -75,6 +76,7 @@ void sum_over_ranks(nb::object values, communicator& comm) {
 }
 
 void shift_rows(halo_value const& plan, nb::object source, nb::object target, communicator& comm, double fill) {
+    if (auto* const there = comm.on_device()) return there->shift(plan, source, target, fill);
     char const* const where = "shift_rows";
     array const a = read(where, "x", source), b = written(where, "out", target);
     with_type<float, double, Eigen::bfloat16, Eigen::half, std::int64_t, std::int32_t>(a, [&]<class T>(of_type<T>) {

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a rank does alone: rotary embedding, projections, norms, log-probabilities, and choices of experts.
+// What a rank does alone: rotary embedding, projections, norms, gates, log-probabilities, and choices of experts.
+#include "gates.hpp"
 #include "module.hpp"
 #include "numbers.hpp"
 
@@ -114,6 +115,35 @@ void rms_norm_backward(object x_, object z_, object weight_, object dy_, double 
             cpx::gated_rms_norm_backward<T>(a, gate, w, static_cast<T>(eps), d, to, to_z, to_weight);
         else
             cpx::rms_norm_backward<T>(a, w, static_cast<T>(eps), static_cast<T>(offset), d, to, to_weight);
+    });
+}
+
+void delta_gates(object b_, object a_, object A_log_, object dt_bias_, object g_, object beta_) {
+    char const* const where = "delta_gates";
+    array const b = read(where, "b", b_), a = read(where, "a", a_), A_log = read(where, "A_log", A_log_),
+                dt_bias = read(where, "dt_bias", dt_bias_), g = written(where, "g", g_),
+                beta = written(where, "beta", beta_);
+    with_float(a, [&]<class T>(of_type<T>) {
+        auto const of = gates_of<T>(where, rows_of<T>(b), rows_of<T>(a), list_of<T>(A_log), list_of<T>(dt_bias));
+        auto const to_g = rows_to<T>(g), to_beta = rows_to<T>(beta);
+        nb::gil_scoped_release const free;
+        open_gates(where, of, to_g, to_beta, cpx::host_memory());
+    });
+}
+
+void delta_gates_backward(object b_, object a_, object A_log_, object dt_bias_, object dg_, object dbeta_, object db_,
+                          object da_, object terms_) {
+    char const* const where = "delta_gates_backward";
+    array const b = read(where, "b", b_), a = read(where, "a", a_), A_log = read(where, "A_log", A_log_),
+                dt_bias = read(where, "dt_bias", dt_bias_), dg = read(where, "dg", dg_),
+                dbeta = read(where, "dbeta", dbeta_), db = written(where, "db", db_), da = written(where, "da", da_),
+                terms = written(where, "terms", terms_);
+    with_float(a, [&]<class T>(of_type<T>) {
+        auto const of = gates_of<T>(where, rows_of<T>(b), rows_of<T>(a), list_of<T>(A_log), list_of<T>(dt_bias));
+        auto const of_g = rows_of<T>(dg), of_beta = rows_of<T>(dbeta);
+        auto const to_b = rows_to<T>(db), to_a = rows_to<T>(da), to_terms = rows_to<T>(terms);
+        nb::gil_scoped_release const free;
+        open_gates_backward(where, of, of_g, of_beta, to_b, to_a, to_terms, cpx::host_memory());
     });
 }
 
@@ -239,6 +269,9 @@ void bind_local(nb::module_& m) {
 order: "interleaved" (Qwen3-VL, Qwen3.5) or "sectioned" (Qwen2-VL, Qwen2.5-VL).)");
     m.def("linear", linear, "x"_a, "weight"_a, "out"_a);
     m.def("linear_backward", linear_backward, "x"_a, "weight"_a, "dy"_a, "dx"_a.none(), "dweight"_a.none());
+    m.def("delta_gates", delta_gates, "b"_a, "a"_a, "A_log"_a, "dt_bias"_a, "g"_a, "beta"_a);
+    m.def("delta_gates_backward", delta_gates_backward, "b"_a, "a"_a, "A_log"_a, "dt_bias"_a, "dg"_a, "dbeta"_a, "db"_a,
+          "da"_a, "terms"_a);
     m.def("rms_norm", rms_norm, "x"_a, "z"_a.none(), "weight"_a, "eps"_a, "gain_offset"_a, "out"_a);
     m.def("rms_norm_backward", rms_norm_backward, "x"_a, "z"_a.none(), "weight"_a, "dy"_a, "eps"_a, "gain_offset"_a,
           "dx"_a, "dz"_a.none(), "dweight"_a);

@@ -187,8 +187,14 @@ images, videos: their grids (time, height, width) in patches, as image_grid_thw 
         .def("features", features, "kind"_a,
              "Returns the sharding of a kind's features by placeholder: where `relayout` brings them.")
         .def(
-            "deltas", [](positions_value const& p, communicator& comm) { return to_numpy(p.of().deltas(comm)); },
-            "comm"_a,
+            "deltas",
+            [](positions_value const& p, nb::handle comm) {
+                if (!nb::isinstance<communicator>(comm))
+                    throw cpx::error("mrope_positions", "comm", "what cpx.run hands to a rank",
+                                     nb::cast<std::string>(comm.type().attr("__name__")));
+                return to_numpy(p.of().deltas(nb::cast<communicator&>(comm)));
+            },
+            nb::sig("def deltas(self, comm: Communicator) -> numpy.typing.NDArray[numpy.int64]"), "comm"_a.none(),
             "Returns for every sequence by how much the position of a token decoded behind it differs from its number "
             "in the sequence. Collective.");
 

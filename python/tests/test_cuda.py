@@ -62,7 +62,7 @@ def comm(tmp_path_factory):
 
 def numbers(*shape, seed=0):
     """Returns the same random numbers on every rank, on the host."""
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def rounded(x, dtype):
@@ -421,6 +421,99 @@ def test_a_convolution_is_the_hosts_with_its_gradients(comm, dtype, taps, channe
     comm.wait()
 
 
+# shifted rows and sums
+
+
+@pytest.mark.parametrize("dtype", [*floats, torch.float64, torch.int64, torch.int32])
+@pytest.mark.parametrize("side,reach", [("after", 1), ("before", 1), ("after", 3), ("before", 0)])
+@poisoned()
+def test_shifted_rows_are_bitwise_the_hosts_with_their_gradients(comm, dtype, side, reach):
+    for batch in [*batches, cpx.thd([0, 5, 12, 80], valid=[3, 7, 61])]:
+        for shape in ((), (1,), (7,), (4, 2)):  # rows of 2 bytes and of some times 8
+            x, upstream = ((numbers(batch.tokens, *shape, seed=s) * 100).to(dtype) for s in (1, 2))
+
+            def call(of, sharding, x, upstream):
+                y = ct.shift_rows(x, ct.halo(sharding, of, reach, side), of, fill=-3)
+                return y, *(torch.autograd.grad(y, x, upstream) if x.requires_grad else ())
+
+            def alone(one):
+                sharding = cpx.shard(batch, cpx.sequential(1))
+                return call(one, sharding, x.clone().requires_grad_(dtype.is_floating_point), upstream)
+
+            right = on_one_rank(alone)
+            for layout in layouts():
+                sharding = cpx.shard(batch, layout)
+                own = torch.from_numpy(sharding.global_rows(rank))
+                made = call(comm, sharding, share(sharding, x), share(sharding, upstream).detach())
+                assert len(made) == len(right)
+                for got, expected in zip(made, right):
+                    assert got.dtype == dtype and torch.equal(got.cpu(), expected[own])
+    comm.wait()
+
+
+def test_shifts_take_rows_that_are_not_aligned_and_every_row_on_every_rank(comm):
+    batch = batches[2]
+    for sharding in (cpx.shard(batch, cpx.zigzag(world)), cpx.replicated(world, batch)):
+        whole = numbers(batch.tokens, 8).float()
+        right = on_one_rank(
+            lambda one: ct.shift_rows(whole, ct.halo(cpx.replicated(1, batch), one, 2, "after"), one, fill=9)
+        )
+        own = right[torch.from_numpy(sharding.global_rows(rank))]
+        x, plan = share(sharding, whole).detach(), ct.halo(sharding, comm, 2, "after")
+        assert torch.equal(ct.shift_rows(x, plan, comm, fill=9).cpu(), own)
+        apart = torch.cat([x.flatten()[:1], x.flatten()])[1:].view_as(x)
+        assert torch.equal(ct.shift_rows(apart, plan, comm, fill=9).cpu(), own)
+        assert torch.equal(ct.shift_rows(torch.cat([x, x], 1)[:, :8], plan, comm, fill=9).cpu(), own)
+        assert torch.equal(cpx.shift_rows(plan.of, x, comm.of, fill=9).cpu(), own)
+
+
+def test_labels_are_the_next_tokens(comm):
+    batch = cpx.thd([0, 5, 12, 80], valid=[3, 7, 61])
+    ids = torch.arange(batch.tokens) + 1000
+    for layout in layouts():
+        sharding = cpx.shard(batch, layout)
+        labels = ct.shift_rows(share(sharding, ids), ct.halo(sharding, comm, 1, "after"), comm, fill=-100)
+        rows = sharding.global_rows(rank)
+        ends = {0: 3, 5: 12, 12: 73}  # behind the valid tokens of a sequence
+        for row, label in zip(rows, labels.tolist()):
+            first = max(b for b in ends if b <= row)
+            assert label == (row + 1001 if row + 1 < ends[first] else -100)
+
+
+@pytest.mark.parametrize("dtype", [*floats, torch.float64])
+@poisoned()
+def test_sums_over_ranks_are_bitwise_the_hosts_with_their_gradients(comm, dtype):
+    for shape in ((1,), (7,), (0,), (), (3, 5), (4099,), (2, 300, 7), (12,), (120001,)):  # larger ones and smaller
+        parts = [numbers(*shape, seed=r).to(dtype) for r in range(world)]
+        upstream = [numbers(*shape, seed=50 + r).to(dtype) for r in range(world)]
+
+        def call(of, x, upstream):
+            x = x.clone().requires_grad_()
+            y = ct.sum_over_ranks(x, of)
+            return y, *torch.autograd.grad(y, x, upstream)
+
+        right = cpx.run(world, lambda of: call(ct.communicator(of), parts[of.rank], upstream[of.rank]))[rank]
+        got = call(comm, parts[rank].to(device), upstream[rank].to(device))
+        for a, b in zip(got, right):
+            assert a.dtype == dtype and a.shape == b.shape and torch.equal(a.cpu(), b)
+        in_place = parts[rank].to(device)
+        assert cpx.sum_over_ranks(in_place, comm.of) is in_place and torch.equal(in_place, got[0])
+    comm.wait()
+
+
+@pytest.mark.skipif(world != 2, reason="wants two ranks")
+def test_ranks_that_sum_or_fill_otherwise_are_named(comm):
+    made = _group._over_store(dist.group.WORLD, device.index, 60.0, 0, 64)
+    other = ct.Communicator(made)
+    with pytest.raises(cpx.Error, match="ranks disagree on .*number of values"):
+        ct.sum_over_ranks(torch.zeros(8 + rank, device=device), other)
+    sharding = cpx.shard(batches[2], cpx.zigzag(world))
+    x, plan = share(sharding, numbers(batches[2].tokens, 2)).detach(), ct.halo(sharding, other, 1, "after")
+    with pytest.raises(cpx.Error, match="ranks disagree on .*fill"):
+        ct.shift_rows(x, plan, other, fill=rank)
+    other.of.leave()
+
+
 # recurrences
 
 
@@ -608,6 +701,164 @@ def test_recurrences_of_the_same_heads_have_states_of_their_own(comm):
     right = on_one_rank(lambda one: list(call(one, cpx.shard(batch, cpx.sequential(1)), whole)))
     for got, expected in zip(call(comm, sharding, [share(sharding, t, torch.float32) for t in whole]), right):
         near("o", got, expected[own], within[torch.float32])
+
+
+# the gated delta net layer
+
+
+def layer_weights(heads, hidden, dtype):
+    """Returns the weights of a layer, on the host, in which numbers of the dtype stand."""
+    key_heads, value_heads, key_dim, value_dim = heads
+    qkv, v = 2 * key_heads * key_dim + value_heads * value_dim, value_heads * value_dim
+    shapes = [
+        (qkv, hidden), (v, hidden), (value_heads, hidden), (value_heads, hidden), (qkv, 4), (value_heads,),
+        (value_heads,), (value_dim,), (hidden, v),
+    ]
+    return {
+        name: rounded(numbers(*shape, seed=n) / max(shape[-1], 4)**0.5 + (n == 7), dtype)
+        for n, (name, shape) in enumerate(zip(cpx.gated_delta_net.parameters, shapes))
+    }
+
+
+def run_layer(of, sharding, x, upstream, weights, heads, how, linear=torch.nn.functional.linear):
+    """Returns y, dx and the gradients of the weights, a rank's share."""
+    weights = {name: w.detach().clone().requires_grad_() for name, w in weights.items()}
+    x = x.detach().clone().requires_grad_()
+    y = ct.gated_delta_net(x, weights, ct.gated_delta_net_plan(sharding, heads, of, how), of, linear=linear)
+    y.backward(upstream)
+    return y.detach(), x.grad, *(w.grad for w in weights.values())
+
+
+@pytest.mark.parametrize("how", ["scan", "serial", "heads"])
+@pytest.mark.parametrize("dtype,heads", [
+    (torch.float32, cpx.Heads(2, 4, 24, 40)), (torch.bfloat16, cpx.Heads(2, 4, 128, 128)),
+    (torch.float16, cpx.Heads(2, 2, 64, 64)),
+])
+def test_a_gated_delta_net_is_the_hosts_with_its_gradients(comm, how, dtype, heads):
+    most = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 4e-2}[dtype]
+    hidden = 48
+    weights = layer_weights(heads, hidden, dtype)
+    for batch in batches:
+        x, upstream = (rounded(numbers(batch.tokens, hidden, seed=s), dtype) for s in (20, 21))
+
+        def alone(of):
+            net = cpx.gated_delta_net(cpx.shard(batch, cpx.sequential(1)), 0, hidden, heads, "serial")
+            saved = net.new_saved()
+            y = net(weights, x, of, saved=saved)
+            dx, dweights = net.backward(weights, x, saved, upstream, of)
+            return y, dx, *dweights.values()
+
+        right = cpx.run(1, alone)[0]
+        for layout in layouts():
+            sharding = cpx.shard(batch, layout)
+            own = torch.from_numpy(sharding.global_rows(rank))
+            there = {name: w.to(device, dtype) for name, w in weights.items()}
+            for gate in ("A_log", "dt_bias"):  # trainers keep them in float32
+                there[gate] = there[gate].float()
+            y, dx, *dweights = run_layer(
+                comm, sharding, share(sharding, x, dtype), share(sharding, upstream, dtype).detach(), there, heads, how
+            )
+            assert y.dtype == dx.dtype == dtype
+            near("y", y, right[0][own], most, right[0])
+            near("dx", dx, right[1][own], most, right[1])
+            for (name, w), got, expected in zip(there.items(), dweights, right[2:]):
+                assert got.dtype == w.dtype
+                near("d" + name, summed(got), expected, most)
+    comm.wait()
+
+
+class FixedProduct(torch.autograd.Function):
+    """x W^T, an element one sum in the order of k: its bits are the same whatever other rows there are."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return FixedProduct.of(x, weight.t())
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        return FixedProduct.of(dy, weight), dy.t() @ x
+
+    @staticmethod
+    def of(a, b):
+        total = a.new_zeros(a.shape[0], b.shape[1])
+        for k in range(b.shape[0]):
+            total = total + a[:, k, None] * b[k]
+        return total
+
+
+@pytest.mark.parametrize("how", ["serial", "heads"])
+@pytest.mark.parametrize("dtype,heads", [
+    (torch.float32, cpx.Heads(2, 4, 24, 40)), (torch.bfloat16, cpx.Heads(2, 2, 128, 128)),
+])
+def test_a_gated_delta_net_is_bitwise_that_of_one_rank(comm, how, dtype, heads):
+    groups = [dist.new_group([r]) for r in range(world)]
+    alone, hidden = ct.communicator(groups[rank], deadline=60.0), 24
+    weights = {name: w.to(device, dtype) for name, w in layer_weights(heads, hidden, dtype).items()}
+    batch = batches[2]
+    x, upstream = (rounded(numbers(batch.tokens, hidden, seed=s), dtype).to(dtype) for s in (20, 21))
+    right = run_layer(
+        alone, cpx.shard(batch, cpx.sequential(1)), x.to(device), upstream.to(device), weights, heads, "serial",
+        FixedProduct.apply
+    )
+    for layout in (cpx.zigzag(world), cpx.striped(world)):
+        sharding = cpx.shard(batch, layout, cut=cpx.aligned(64))
+        got = run_layer(
+            comm, sharding, share(sharding, x), share(sharding, upstream).detach(), weights, heads, how,
+            FixedProduct.apply
+        )
+        own = torch.from_numpy(sharding.global_rows(rank)).to(device)
+        assert torch.equal(got[0], right[0][own]) and torch.equal(got[1], right[1][own])
+    comm.wait()
+    alone.of.leave()
+
+
+@pytest.mark.parametrize("how", ["scan", "heads"])
+def test_a_gated_delta_net_is_compiled_checkpointed_and_captured(comm, how):
+    batch, heads, hidden = batches[2], cpx.Heads(2, 4, 24, 40), 48
+    sharding = cpx.shard(batch, cpx.zigzag(world))
+    weights = {name: w.float().to(device) for name, w in layer_weights(heads, hidden, torch.float32).items()}
+    weights = {name: w.requires_grad_() for name, w in weights.items()}
+    plan, shift = ct.gated_delta_net_plan(sharding, heads, comm, how), ct.halo(sharding, comm, 1, "after")
+
+    def f(x, weights, plan, shift, comm):
+        y = ct.gated_delta_net(x, weights, plan, comm)
+        return ct.sum_over_ranks((ct.shift_rows(y, shift, comm) * y).sum(0), comm)
+
+    def gradients(call, x):
+        tensors = [x, *weights.values()]
+        y = call(x)
+        return y.detach(), *torch.autograd.grad(y.square().sum(), tensors)
+
+    x = share(sharding, numbers(batch.tokens, hidden).float())
+    right = gradients(lambda x: f(x, weights, plan, shift, comm), x)
+    compiled = torch.compile(f, backend="aot_eager", fullgraph=True, dynamic=True)
+    for call in (
+        lambda x: compiled(x, weights, plan, shift, comm),
+        lambda x: torch.utils.checkpoint.checkpoint(f, x, weights, plan, shift, comm, use_reentrant=False),
+    ):
+        for got, expected in zip(gradients(call, x), right):
+            near("a result", got, expected.cpu(), 1e-6)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            gradients(lambda x: f(x, weights, plan, shift, comm), x)
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = gradients(lambda x: f(x, weights, plan, shift, comm), x)
+    for seed in (5, 6):
+        with torch.no_grad():
+            x.copy_(share(sharding, numbers(batch.tokens, hidden, seed=seed).float()))
+        graph.replay()
+        torch.cuda.synchronize()
+        for got, expected in zip(made, gradients(lambda x: f(x, weights, plan, shift, comm), x)):
+            near("a result", got, expected.cpu(), 1e-6)  # weights' gradients are added in cuBLAS's order
+        torch.cuda.synchronize()
+    del graph
 
 
 # attention
@@ -1397,9 +1648,43 @@ def wrong_calls(comm):
     yield "mrope_positions: communicator: expected the one that the positions were made with", (
         lambda: with_media.of.deltas(cpx.threads(1)[0])
     )
-    yield "shift_rows: memory of x: expected the host's", (
-        lambda: ct.shift_rows(x, ct.halo(s, comm, 1, "after"), comm)
+    after = ct.halo(s, comm, 1, "after")
+    yield f"shift_rows: device of x: expected {device}.*got cpu", lambda: ct.shift_rows(x.cpu(), after, comm)
+    yield "shift_rows: dtype of x: expected float32, float64, bfloat16, float16, int64, int32, got int16", (
+        lambda: ct.shift_rows(x.short(), after, comm)
     )
+    yield "shift_rows: shape of x|shift_rows: x", lambda: ct.shift_rows(x[1:], after, comm)
+    yield "shift_rows: .*out", lambda: cpx.shift_rows(after.of, x, comm.of, out=x)
+    yield "shift_rows: memory of x: .*copy it first", (
+        lambda: cpx.shift_rows(after.of, torch.zeros(rows, 8, device=device)[:, :4], comm.of)
+    )
+    yield f"sum_over_ranks: device of x: expected {device}.*got cpu", lambda: ct.sum_over_ranks(x.cpu(), comm)
+    yield f"sum_over_ranks: device of values: expected {device}.*got cpu", (
+        lambda: cpx.sum_over_ranks(x.cpu(), comm.of)
+    )
+    yield "sum_over_ranks: dtype of values: expected float32, float64, bfloat16, float16, got int64", (
+        lambda: ct.sum_over_ranks(x.long(), comm)
+    )
+    yield "sum_over_ranks: .*values", lambda: cpx.sum_over_ranks(torch.zeros(4, 3, device=device).t(), comm.of)
+    of_layer = cpx.Heads(2, 4, 24, 40)
+    layer = {name: w.float().to(device) for name, w in layer_weights(of_layer, 4, torch.float32).items()}
+    net = ct.gated_delta_net_plan(s, of_layer, comm)
+    yield f"gated_delta_net: device of x: expected {device}.*got cpu", (
+        lambda: ct.gated_delta_net(x.cpu(), layer, net, comm)
+    )
+    yield "gated_delta_net: device of norm.weight", (
+        lambda: ct.gated_delta_net(x, layer | {"norm.weight": torch.zeros(40)}, net, comm)
+    )
+    yield "gated_delta_net: dtype of norm.weight", (
+        lambda: ct.gated_delta_net(x, layer | {"norm.weight": torch.zeros(40, device=device).half()}, net, comm)
+    )
+    yield "gated_delta_rule: chunk: expected 64", (
+        lambda: ct.gated_delta_net(x, layer, ct.gated_delta_net_plan(s, of_layer, comm, chunk=32), comm)
+    )
+    yield "gated_rms_norm: dtype of x: expected float32, bfloat16, float16, got float64", (
+        lambda: ct.gated_rms_norm(x.double(), x.double(), weight[0].double())
+    )
+    yield "gated_rms_norm: device of z", lambda: ct.gated_rms_norm(x, x.cpu(), weight[0])
     yield "rotary: device of positions", lambda: ct.rotary(x, positions.cpu(), frequencies, 4)
     yield "rotary: device of frequencies: expected cpu", lambda: ct.rotary(x, positions, frequencies.to(device), 4)
     yield "rotary: dtype of x.*float64", lambda: ct.rotary(x.double(), positions, frequencies.double(), 4)

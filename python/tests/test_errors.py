@@ -458,6 +458,31 @@ def test_calls_that_fit_do_not_raise():
         call(*arguments)
 
 
+class ProcessGroup:
+    """Stands for torch.distributed's, which is no communicator."""
+
+
+@pytest.mark.parametrize("wrong", [None, "nccl", ProcessGroup(), ProcessGroup, 0])
+def test_another_object_than_a_communicator_is_refused_by_name(wrong):
+    seen = set()
+    for call, arguments in calls_that_fit():
+        at = [i for i, a in enumerate(arguments) if isinstance(a, cpx.Communicator)]
+        if not at:
+            continue
+        arguments[at[0]] = wrong
+        seen.add(call)
+        wanted = "comm: expected what cpx.run hands to a rank"
+        if call is cpx.mrope_positions:  # which is asked of all its arguments at once
+            wanted = "comm: cpx.Communicator"
+        with pytest.raises(cpx.Error, match=f"^test_errors.py:.*{wanted}.*, got .*{type(wrong).__name__}"):
+            call(*arguments)
+    assert len(seen) >= 18
+    media = cpx.media([(1, 4, 4)])
+    positions = cpx.mrope_positions(media, one(), np.array([9] * 4 + [0] * 16), alone(), 9)
+    with pytest.raises(cpx.Error, match="mrope_positions: comm: expected what cpx.run hands to a rank, got "):
+        positions.deltas(wrong)
+
+
 def test_no_argument_ends_the_interpreter():
     """Any call with any arguments returns or raises; in another process, whose end would be seen."""
     program = """

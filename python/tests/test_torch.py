@@ -225,6 +225,86 @@ def test_a_recurrence_runs_on_a_share_of_the_heads():
     assert all(cpx.run(2, program))
 
 
+layer_heads, hidden = cpx.Heads(2, 4, 6, 5), 7
+
+
+def layer_weights(dtype=torch.float64):
+    """Returns the weights of a gated delta net of `layer_heads`, which want gradients."""
+    qkv, v = 2 * 2 * 6 + 4 * 5, 4 * 5
+    shapes = [(qkv, hidden), (v, hidden), (4, hidden), (4, hidden), (qkv, 1, 4), (4,), (4,), (5,), (hidden, v)]
+    return {
+        name: numbers(*shape, dtype=dtype, seed=n).requires_grad_()
+        for n, (name, shape) in enumerate(zip(cpx.gated_delta_net.parameters, shapes))
+    }
+
+
+class FixedProduct(torch.autograd.Function):
+    """x W^T, an element one sum in the order of k: its bits are the same whatever other rows there are."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return FixedProduct.of(x, weight.t())
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        return FixedProduct.of(dy, weight), dy.t() @ x
+
+    @staticmethod
+    def of(a, b):
+        sum = a.new_zeros(a.shape[0], b.shape[1])
+        for k in range(b.shape[0]):
+            sum = sum + a[:, k, None] * b[k]
+        return sum
+
+
+def layered(sharding, how, linear):
+    """Returns y, dx, and the weights' gradients of all ranks."""
+    x, dy = numbers(batch.tokens, hidden, seed=20), numbers(batch.tokens, hidden, seed=21)
+
+    def program(comm):
+        weights, mine = layer_weights(), share(sharding, comm, x)
+        plan = ct.gated_delta_net_plan(sharding, layer_heads, comm, how, chunk=8)
+        assert ct.gated_delta_net_plan(sharding, layer_heads, comm, how, chunk=8) is plan
+        y = ct.gated_delta_net(mine, weights, plan, comm, linear=linear)
+        y.backward(share(sharding, comm, dy).detach())
+        return y, mine.grad, [cpx.sum_over_ranks(w.grad, comm.of) for w in weights.values()]
+
+    y, dx, dweights = zip(*cpx.run(sharding.ranks, lambda comm: program(ct.communicator(comm))))
+    return [whole(sharding, y), whole(sharding, dx), *dweights[0]]
+
+
+@pytest.mark.parametrize("how", ["scan", "serial", "heads"])
+def test_a_layer_is_that_of_package_cpx_with_its_gradients(how):
+    weights = {name: w.detach().numpy() for name, w in layer_weights().items()}
+    x, dy = (numbers(batch.tokens, hidden, seed=s).numpy() for s in (20, 21))
+
+    def alone(comm):
+        net = cpx.gated_delta_net(cpx.shard(batch, cpx.sequential(1)), 0, hidden, layer_heads, "serial", chunk=8)
+        saved = net.new_saved()
+        y = net(weights, x, comm, saved=saved)
+        dx, dweights = net.backward(weights, x, saved, dy, comm)
+        return [y, dx, *dweights.values()]
+
+    expected = cpx.run(1, alone)[0]
+    for sharding in (
+        cpx.shard(batch, cpx.sequential(1)), cpx.shard(batch, cpx.striped(2)),
+        cpx.shard(batch, cpx.zigzag(3), scope="batch"),  # two ranks have a key head
+        cpx.shard(batch, cpx.zigzag(5)),  # two ranks have a value head
+    ):
+        for got, right in zip(layered(sharding, how, torch.nn.functional.linear), expected):
+            near(got, torch.from_numpy(right).reshape(got.shape), torch.float64)
+
+
+@pytest.mark.parametrize("how", ["serial", "heads"])
+def test_a_layer_is_bitwise_that_of_one_rank_with_products_whose_rows_are(how):
+    one = layered(cpx.shard(batch, cpx.sequential(1)), "serial", FixedProduct.apply)
+    for world in (2, 3):
+        got = layered(cpx.shard(batch, cpx.zigzag(world), cut=cpx.aligned(8)), how, FixedProduct.apply)
+        assert same(got[:2], one[:2])
+
+
 def attended(world, dtype, how):
     of = cpx.AttentionHeads(4, 2, 6)
     rows = cpx.shard(batch, cpx.zigzag(world))
@@ -389,11 +469,16 @@ def calls(comm):
     yield ops.shift_rows, (x, halo.handle, comm.handle, 1.0)
     yield ops.shift_rows_backward, (x.detach(), halo.handle, comm.handle)
     yield ops.sum_over_ranks, (x, comm.handle)
+    yield ops.gated_rms_norm, (x, numbers(10, 4, seed=3).requires_grad_(), bias[:2], 1e-6)
+    yield ops.gated_rms_norm_backward, (x.detach(), numbers(10, 4, seed=3), bias.detach()[:2], numbers(10, 4), 1e-6)
     yield ops.causal_conv1d, (x, weight, bias, "silu", "by_rank", halo.handle, comm.handle)
     yield ops.causal_conv1d, (x, weight, None, None, "by_row", halo.handle, comm.handle)
     yield ops.causal_conv1d_backward, (
         x.detach(), weight.detach(), None, x.detach(), None, "by_row", halo.handle, comm.handle
     )
+    gates = x, numbers(10, 4, seed=3).requires_grad_(), bias, weight[0].detach().clone().requires_grad_()
+    yield ops.delta_gates, gates
+    yield ops.delta_gates_backward, (*(t.detach() for t in gates), numbers(10, 4), numbers(10, 4, seed=1))
     at = ct.ExpertExchange(torch.arange(20).reshape(10, 2) % 3, 3, range(10), comm)
     yield ops.to_experts, (x, [20, 4], 10, 2, at.handle)
     yield ops.to_experts, (x, [20, 2], 10, 2, at.handle)
@@ -515,6 +600,8 @@ def test_gradients_are_those_of_differences():
         check(lambda x: ct.shift_rows(x, halo, comm), x)
         check(lambda x: ct.sum_over_ranks(x, comm), x)
         check(lambda x, w: ct.causal_conv1d(x, w, halo, comm, w[0], "silu"), (x, weight))
+        check(lambda b, a, w: torch.ops.cpx.delta_gates(b, a, w[0], w[1]), (x, numbers(10, 4, seed=3), weight))
+        check(lambda x, z, w: ct.gated_rms_norm(x, z, w[0, :2], 1e-3), (x, numbers(10, 4, seed=3), weight))
         shown, features = pictures(comm), numbers(2, 4, seed=2).requires_grad_()
         check(lambda x, f: ct.put_features(x, f, shown, "image"), (x, features))
         check(lambda x, f: ct.add_features(x, f, shown, "image"), (x, features))
@@ -592,6 +679,31 @@ def test_compiled_it_runs_on_ranks_that_are_threads():
         return all(same(layer.gradients(comm, compiled), plain) for _ in range(3))
 
     assert cpx.run(2, program, deadline=60) == [True, True]
+
+
+@pytest.mark.parametrize("how", ["scan", "heads"])
+def test_a_compiled_layer_serves_other_packings_without_another_compilation(how):
+    torch._dynamo.reset()
+
+    def forward(x, weights, plan, comm):
+        return ct.gated_delta_net(x, weights, plan, comm) + x
+
+    compiled = torch.compile(forward, fullgraph=True, backend="aot_eager")
+
+    def gradients(call, of, comm):
+        sharding = cpx.shard(of, cpx.zigzag(1))
+        weights, x = layer_weights(), numbers(of.tokens, hidden).requires_grad_()
+        y = call(x, weights, ct.gated_delta_net_plan(sharding, layer_heads, comm, how, chunk=8), comm)
+        y.square().sum().backward()
+        return y.detach(), x.grad, *(w.grad for w in weights.values())
+
+    def program(comm):
+        packings = [cpx.thd([0, n, 2 * n, 64 + n]) for n in (5, 9, 21, 33)]
+        for n, of in enumerate(packings):
+            with torch.compiler.set_stance("fail_on_recompile" if n > 2 else "default"):
+                assert same(gradients(compiled, of, comm), gradients(forward, of, comm))
+
+    one_rank(program)
 
 
 def test_compiled_features_serve_other_positions_without_another_compilation():
@@ -712,6 +824,39 @@ def wrong_calls(comm):
     yield "gated_delta_rule: heads", lambda: ct.gated_delta_rule(*flat, carry, comm)
     other = [*delta[:3], torch.zeros(10, 3), delta[4]]
     yield "gated_delta_rule: shape of g", lambda: ct.gated_delta_rule(*other, carry, comm)
+    layer, row = ct.gated_delta_net_plan(zigzag, layer_heads, comm, chunk=8), torch.zeros(10, hidden)
+    weights = layer_weights(torch.float32)
+    yield "gated_delta_net: plan: expected one of cpx.torch.gated_delta_net_plan, got Carry", (
+        lambda: ct.gated_delta_net(row, weights, carry, comm)
+    )
+    for name, wrong in (
+        ("weights: expected in_proj_qkv.weight, .*got none of norm.weight", None),
+        ("norm.weight: expected a torch.Tensor, got int", 3),
+        ("dtype of norm.weight: expected torch.float32.*float64", torch.zeros(5, dtype=torch.float64)),
+        (r"shape of norm.weight: expected \(5,\), got \(6,\)", torch.zeros(6)),
+    ):
+        changed = {k: w for k, w in weights.items() if k != "norm.weight"}
+        if wrong is not None:
+            changed["norm.weight"] = wrong
+        yield "gated_delta_net: " + name, lambda changed=changed: ct.gated_delta_net(row, changed, layer, comm)
+    yield "gated_delta_net: device of A_log: expected cpu", (
+        lambda: ct.gated_delta_net(row, weights | {"A_log": torch.zeros(4, device="meta")}, layer, comm)
+    )
+    yield "gated_delta_net: rows of x: expected 10, got 9", lambda: ct.gated_delta_net(row[1:], weights, layer, comm)
+    yield "gated_delta_net: shape of x", lambda: ct.gated_delta_net(row[None], weights, layer, comm)
+    yield "gated_delta_net: shape of in_proj_qkv.weight", lambda: ct.gated_delta_net(row[:, 1:], weights, layer, comm)
+    yield "gated_delta_net: carry: .*got 'both'", lambda: ct.gated_delta_net_plan(zigzag, layer_heads, comm, "both")
+    yield "gated_delta_net: heads", lambda: ct.gated_delta_net_plan(zigzag, (1, 1, 4), comm)
+    yield "gated_delta_net: kernel: expected at least 1, got 0", (
+        lambda: ct.gated_delta_net_plan(zigzag, layer_heads, comm, kernel=0)
+    )
+    yield r"gated_delta_net: sharding: expected one of which every row is on one rank, got .*replicated\(1\)", (
+        lambda: ct.gated_delta_net_plan(cpx.replicated(1, small), layer_heads, comm)
+    )
+    yield "gated_rms_norm: shape of z", lambda: ct.gated_rms_norm(x, x[1:], w[0])
+    yield "gated_rms_norm: shape of weight", lambda: ct.gated_rms_norm(x, x, w)
+    yield "gated_rms_norm: z: expected a torch.Tensor", lambda: ct.gated_rms_norm(x, None, w[0])
+    yield "gated_rms_norm: .*dtype of x.*float16", lambda: ct.gated_rms_norm(x.half(), x.half(), w[0].half())
     positions, frequencies = torch.arange(10), torch.ones(2)
     yield "rotary: x: expected a torch.Tensor, got list", lambda: ct.rotary([1.0], positions, frequencies)
     yield "rotary: device of positions", lambda: ct.rotary(delta[0], positions.to("meta"), frequencies, 2)
@@ -763,6 +908,43 @@ def test_a_mistake_is_named_with_the_line_of_the_caller():
                 call()
 
     one_rank(program)
+
+
+@pytest.mark.parametrize("wrong", [None, "nccl", torch.distributed.ProcessGroup, 0])
+def test_another_object_than_a_communicator_is_refused_by_name(wrong):
+    def calls_of(comm):
+        s, x = cpx.shard(small, cpx.zigzag(1)), torch.zeros(10, 4)
+        q, g, ids = torch.zeros(10, 2, 3), torch.zeros(10, 2), torch.ones(10, 1, dtype=torch.int64)
+        every, heads = cpx.replicated(1, small), cpx.AttentionHeads(2, 2, 3)
+        carry, halo, relayout = ct.carry(s, comm), ct.halo(s, comm, 3), ct.relayout(s, s, comm)
+        of_heads, of_layer = ct.attention_plan(s, every, heads, comm), ct.gated_delta_net_plan(s, layer_heads, comm)
+        wide = g[..., None].expand_as(q)
+        return [
+            ("relayout", lambda comm: ct.relayout(s, s, comm)),
+            ("halo", lambda comm: ct.halo(s, comm, 3)),
+            ("carry", lambda comm: ct.carry(s, comm)),
+            ("attention_plan", lambda comm: ct.attention_plan(s, every, heads, comm)),
+            ("gated_delta_net_plan", lambda comm: ct.gated_delta_net_plan(s, layer_heads, comm)),
+            ("exchange", lambda comm: ct.exchange(x, relayout, comm)),
+            ("shift_rows", lambda comm: ct.shift_rows(x, halo, comm)),
+            ("sum_over_ranks", lambda comm: ct.sum_over_ranks(x, comm)),
+            ("causal_conv1d", lambda comm: ct.causal_conv1d(x, torch.zeros(4, 4), halo, comm)),
+            ("gated_delta_rule", lambda comm: ct.gated_delta_rule(q, q, q, g, g, carry, comm)),
+            ("kimi_delta_attention", lambda comm: ct.kimi_delta_attention(q, q, q, wide, g, carry, comm)),
+            ("head_decay_attention", lambda comm: ct.head_decay_attention(q, q, q, g, carry, comm)),
+            ("channel_decay_attention", lambda comm: ct.channel_decay_attention(q, q, q, wide, carry, comm)),
+            ("attention", lambda comm: ct.attention(q, q, q, of_heads, comm)),
+            ("gated_delta_net", lambda comm: ct.gated_delta_net(torch.zeros(10, 7), {}, of_layer, comm)),
+            ("expert_exchange", lambda comm: ct.ExpertExchange(ids, 2, range(10), comm)),
+            ("mrope_positions", lambda comm: ct.mrope_positions(cpx.media(), s, ids[:, 0], comm)),
+            ("mrope_positions", lambda comm: pictures(one).deltas(comm)),
+        ]
+
+    one = ct.communicator(cpx.threads(1)[0])
+    for name, call in calls_of(one):
+        text = f"^test_torch.py:[0-9]+: {name}: comm: expected one of cpx.torch.communicator or of cpx.run, got "
+        with pytest.raises(cpx.Error, match=text + type(wrong).__name__):
+            call(wrong)
 
 
 def test_a_group_that_has_no_communicator_is_named():

@@ -26,6 +26,37 @@ std::uint64_t hash_of(T const& x) {
     return 0;
 }
 
+/// Of rows that a shift fills; those below it are of the halo, see `shifted_rows`.
+inline constexpr index_t filled_row = -1;
+
+/// Returns for every row of the plan's rank the row that a shift brings there: of its own, r; of the halo, -2 - r; or
+/// `filled_row`.
+template <any_sharding S>
+std::vector<index_t> shifted_rows(halo_plan<S> const& plan) {
+    thd const& batch = plan.sharding.batch();
+    index_t const ahead = plan.where == side::after ? plan.reach : -plan.reach;
+    std::vector<index_t> list(static_cast<std::size_t>(plan.sharding.rows(plan.rank)), filled_row);
+    std::vector<index_t> beside; // the rows on that side of a segment, in the order of tokens
+    for (std::size_t i = 0; i < plan.segments.size(); ++i) {
+        segment const& s = plan.segments[i];
+        beside.clear();
+        for (std::size_t r = plan.begin[i]; r < plan.begin[i + 1]; ++r)
+            for (index_t row = plan.runs[r].first; row < plan.runs[r].first + plan.runs[r].count; ++row)
+                beside.push_back(plan.runs[r].halo ? -2 - row : row);
+        auto const row = [&](index_t k) { // k counts from the segment's first
+            if (k >= s.count) return beside[static_cast<std::size_t>(k - s.count)];
+            return k < 0 ? beside[static_cast<std::size_t>(std::ssize(beside) + k)] : s.row + k;
+        };
+        index_t const valid = batch.valid(s.sequence);
+        for (index_t k = 0; k < s.count; ++k) {
+            index_t const token = s.token + k, other = token + ahead;
+            if (token < valid && other < valid && other >= 0)
+                list[static_cast<std::size_t>(s.row + k)] = row(k + ahead);
+        }
+    }
+    return list;
+}
+
 template <class T, any_sharding S, class Comm>
 void shift(char const* where, halo_plan<S> const& plan, sharded<T const, S> const& x, sharded<T, S> const& y,
            T const& fill, Comm& comm, caller here) {
@@ -36,27 +67,13 @@ void shift(char const* where, halo_plan<S> const& plan, sharded<T const, S> cons
     rows<T> const halo(received.data(), plan.target_rows, width);
     exchange_rows(plan, x.data(), halo, comm, here, {where, {0, 0, hash_of(fill)}});
 
-    thd const& batch = plan.sharding.batch();
-    std::vector<T const*> beside; // the rows on that side of a segment, in the order of tokens
-    for (std::size_t i = 0; i < plan.segments.size(); ++i) {
-        segment const& s = plan.segments[i];
-        beside.clear();
-        for (std::size_t r = plan.begin[i]; r < plan.begin[i + 1]; ++r)
-            for (index_t row = plan.runs[r].first; row < plan.runs[r].first + plan.runs[r].count; ++row)
-                beside.push_back((plan.runs[r].halo ? rows<T const>(halo) : x.data()).row(row));
-        auto const row = [&](index_t k) -> T const* { // k counts from the segment's first
-            if (k >= s.count) return beside[static_cast<std::size_t>(k - s.count)];
-            return k < 0 ? beside[static_cast<std::size_t>(std::ssize(beside) + k)] : x.data().row(s.row + k);
-        };
-        index_t const valid = batch.valid(s.sequence), ahead = plan.where == side::after ? plan.reach : -plan.reach;
-        for (index_t k = 0; k < s.count; ++k) {
-            index_t const token = s.token + k;
-            T* const to = y.data().row(s.row + k);
-            if (token >= valid || token + ahead >= valid || token + ahead < 0)
-                std::fill_n(to, width, fill);
-            else
-                std::copy_n(row(k + ahead), width, to);
-        }
+    index_t to = 0;
+    for (index_t const from : shifted_rows(plan)) {
+        T* const row = y.data().row(to++);
+        if (from == filled_row)
+            std::fill_n(row, width, fill);
+        else
+            std::copy_n(from < 0 ? halo.row(-2 - from) : x.data().row(from), width, row);
     }
 }
 

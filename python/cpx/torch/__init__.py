@@ -23,6 +23,7 @@ from ._attention import attention, attention_plan, rotary
 from ._experts import ExpertExchange
 from ._group import communicator
 from ._media import add_features, mrope_positions, put_features
+from ._net import GatedDeltaNet, gated_delta_net, gated_delta_net_plan, gated_rms_norm
 from ._objects import Attention, Carry, Communicator, Halo, Positions, Relayout, carry, halo, relayout
 from ._ops import (
     causal_conv1d,
@@ -40,6 +41,7 @@ __all__ = [
     "Carry",
     "Communicator",
     "ExpertExchange",
+    "GatedDeltaNet",
     "Halo",
     "Positions",
     "Relayout",
@@ -51,7 +53,10 @@ __all__ = [
     "channel_decay_attention",
     "communicator",
     "exchange",
+    "gated_delta_net",
+    "gated_delta_net_plan",
     "gated_delta_rule",
+    "gated_rms_norm",
     "halo",
     "head_decay_attention",
     "kimi_delta_attention",

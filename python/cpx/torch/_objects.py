@@ -102,14 +102,14 @@ AnyCommunicator = Communicator | _ext.Communicator  # what operators take
 
 
 class Relayout(_Held):
-    """A plan between two shardings, for one rank, and its transposed. `relayout` makes it."""
+    """A plan between two shardings, for one rank, and that of gradients, its transposed. `relayout` makes it."""
 
-    def __init__(self, of):
+    def __init__(self, of, back=None):
         super().__init__(of)
         self.rank, self.ranks = of.rank, of.ranks
         self.source_rows, self.target_rows = of.source_rows, of.target_rows
         self.source_width, self.target_width = of.source_width, of.target_width
-        self._back = None
+        self._back = back
 
     @property
     def back(self):
@@ -120,9 +120,7 @@ class Relayout(_Held):
 
     def transposed(self) -> Relayout:
         """Returns the plan that moves everything back."""
-        made = Relayout(self.back)
-        made._back = self.of
-        return made
+        return Relayout(self.back, self.of)
 
 
 class Halo(_Held):

@@ -89,15 +89,15 @@ def exchange(x: torch.Tensor, plan: Relayout | _ext.Relayout, comm: AnyCommunica
 
 def _shift(x, plan, comm, fill):
     p, c = _held("shift_rows", plan, comm)
-    y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    _ext.shift_rows(p.of, x, y, c, fill)
+    y = contiguous_like(x)
+    _ext.shift_rows(p.of, moved(x), y, c, fill)
     return y
 
 
 def _shift_backward(dy, plan, comm):
     p, c = _held("shift_rows_backward", plan, comm)
-    dx = torch.empty_like(dy, memory_format=torch.contiguous_format)
-    _ext.shift_rows(p.back, dy.contiguous(), dx, c, 0)
+    dx = contiguous_like(dy)
+    _ext.shift_rows(p.back, moved(dy.contiguous()), dx, c, 0)
     return dx
 
 

@@ -171,6 +171,19 @@ public:
         call const now("exchange", *this);
         exchange_on(there(), plan, x, y);
     }
+    void shift(halo_value const& plan, nb::handle source, nb::handle target, double fill) override {
+        char const* const where = "shift_rows";
+        reader const read(where, device_);
+        tensor const x = read("x", source), y = read("out", target);
+        call const now(where, *this);
+        shift_on(there(), plan, x, y, fill);
+    }
+    void sum(nb::handle values_) override {
+        char const* const where = "sum_over_ranks";
+        tensor const values = reader(where, device_)("values", values_);
+        call const now(where, *this);
+        sum_on(there(), values);
+    }
     void convolve(halo_value const& before, convolution_objects const& o, cpx::activation act) override {
         char const* const where = "causal_conv1d";
         cpx::require(o.initial.is_none() && o.final.is_none(), where, "states", "none, on devices", "some");
@@ -359,15 +372,21 @@ std::shared_ptr<communicator> make(nb::handle tensors, nb::bytes const& id, int 
     return std::make_shared<nccl_rank>(std::move(group), device);
 }
 
-void rotary(nb::handle x, nb::handle positions, index_t head_dim, nb::handle frequencies, std::vector<int> axes,
-            std::string_view rounding, bool back, nb::handle y) {
-    char const* const where = back ? "rotary_backward" : "rotary";
+/// Returns the framework of a tensor, and the number of the device on which it is.
+std::pair<framework*, int> place_of(char const* where, char const* name, nb::handle x) {
     auto* const from = framework_of(x.type());
     dlpack::tensor found{};
     bool const there = from && from->by().describe(x.ptr(), &found) == 0;
     PyErr_Clear();
-    cpx::require(there, where, "x", "a tensor of torch 2.10 or newer", "another object");
-    reader const read(where, found.where.id);
+    cpx::require(there, where, name, "a tensor of torch 2.10 or newer", "another object");
+    return {from, found.where.id};
+}
+
+void rotary(nb::handle x, nb::handle positions, index_t head_dim, nb::handle frequencies, std::vector<int> axes,
+            std::string_view rounding, bool back, nb::handle y) {
+    char const* const where = back ? "rotary_backward" : "rotary";
+    auto const [from, device] = place_of(where, "x", x);
+    reader const read(where, device);
     rotary_call c;
     c.x = read(back ? "dy" : "x", x), c.positions = read("positions", positions), c.y = read(back ? "dx" : "out", y);
     c.axes = std::move(axes), c.head_dim = head_dim, c.back = back;
@@ -379,7 +398,53 @@ void rotary(nb::handle x, nb::handle positions, index_t head_dim, nb::handle fre
             c.frequencies.push_back(static_cast<double>(f));
     });
     nb::gil_scoped_release const free;
-    rotate_on(*from, found.where.id, c);
+    rotate_on(*from, device, c);
+}
+
+void gated_rms_norm(nb::handle x, nb::handle z, nb::handle weight, double eps, nb::handle y) {
+    char const* const where = "gated_rms_norm";
+    auto const [from, device] = place_of(where, "x", x);
+    reader const read(where, device);
+    norm_call c;
+    c.x = read("x", x), c.z = read("z", z), c.weight = read("weight", weight), c.y = read("out", y), c.eps = eps;
+    nb::gil_scoped_release const free;
+    normalise_on(*from, device, c, false);
+}
+
+void gated_rms_norm_backward(nb::handle x, nb::handle z, nb::handle weight, nb::handle dy, double eps, nb::handle dx,
+                             nb::handle dz, nb::handle terms) {
+    char const* const where = "gated_rms_norm_backward";
+    auto const [from, device] = place_of(where, "x", x);
+    reader const read(where, device);
+    norm_call c;
+    c.x = read("x", x), c.z = read("z", z), c.weight = read("weight", weight), c.eps = eps;
+    c.dy = read("dy", dy), c.dx = read("dx", dx), c.dz = read("dz", dz), c.terms = read("terms", terms);
+    nb::gil_scoped_release const free;
+    normalise_on(*from, device, c, true);
+}
+
+void delta_gates(nb::handle b, nb::handle a, nb::handle A_log, nb::handle dt_bias, nb::handle g, nb::handle beta) {
+    char const* const where = "delta_gates";
+    auto const [from, device] = place_of(where, "a", a);
+    reader const read(where, device);
+    gates_call c;
+    c.b = read("b", b), c.a = read("a", a), c.A_log = read("A_log", A_log), c.dt_bias = read("dt_bias", dt_bias);
+    c.g = read("g", g), c.beta = read("beta", beta);
+    nb::gil_scoped_release const free;
+    open_gates_on(*from, device, c, false);
+}
+
+void delta_gates_backward(nb::handle b, nb::handle a, nb::handle A_log, nb::handle dt_bias, nb::handle dg,
+                          nb::handle dbeta, nb::handle db, nb::handle da, nb::handle terms) {
+    char const* const where = "delta_gates_backward";
+    auto const [from, device] = place_of(where, "a", a);
+    reader const read(where, device);
+    gates_call c;
+    c.b = read("b", b), c.a = read("a", a), c.A_log = read("A_log", A_log), c.dt_bias = read("dt_bias", dt_bias);
+    c.dg = read("dg", dg), c.dbeta = read("dbeta", dbeta), c.db = read("db", db), c.da = read("da", da);
+    c.terms = read("terms", terms);
+    nb::gil_scoped_release const free;
+    open_gates_on(*from, device, c, true);
 }
 
 } // namespace
@@ -422,4 +487,10 @@ Raises cpx.Error that names the ranks that did not come within the deadline, or 
           nb::arg("window").none(), "blocks"_a, "Returns the rank of a new communicator. Collective.");
     m.def("rotary", rotary, "x"_a, "positions"_a, "head_dim"_a, "frequencies"_a, "axes"_a, "rounding"_a, "back"_a,
           "out"_a);
+    m.def("gated_rms_norm", gated_rms_norm, "x"_a, "z"_a, "weight"_a, "eps"_a, "out"_a);
+    m.def("gated_rms_norm_backward", gated_rms_norm_backward, "x"_a, "z"_a, "weight"_a, "dy"_a, "eps"_a, "dx"_a, "dz"_a,
+          "terms"_a);
+    m.def("delta_gates", delta_gates, "b"_a, "a"_a, "A_log"_a, "dt_bias"_a, "g"_a, "beta"_a);
+    m.def("delta_gates_backward", delta_gates_backward, "b"_a, "a"_a, "A_log"_a, "dt_bias"_a, "dg"_a, "dbeta"_a, "db"_a,
+          "da"_a, "terms"_a);
 }

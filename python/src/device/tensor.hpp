@@ -96,6 +96,18 @@ struct rotary_call {
     bool back = false;
 };
 
+/// What a gated norm is given; of a backward dy, dx, dz, and terms: what each row adds to the weight's gradient.
+struct norm_call {
+    tensor x, z, weight, y, dy, dx, dz, terms;
+    double eps = 0;
+};
+
+/// What the gates of a gated delta net are given; of a backward dg, dbeta, db, da and terms: what each row adds to the
+/// gradients of A_log and dt_bias.
+struct gates_call {
+    tensor b, a, A_log, dt_bias, g, beta, dg, dbeta, db, da, terms;
+};
+
 /// The exchange of a batch's choices, in the stream in which it was made.
 class device_experts {
 public:
@@ -158,6 +170,9 @@ void fail(device_group& g, char const* why);
 
 // Each throws `cpx::error` before anything moves if tensors do not fit.
 void exchange_on(device_group& g, relayout_value const& plan, tensor const& x, tensor const& y);
+void shift_on(device_group& g, halo_value const& plan, tensor const& x, tensor const& y, double fill);
+/// Replaces values by their sums over all ranks.
+void sum_on(device_group& g, tensor const& values);
 void convolve_on(device_group& g, halo_value const& before, convolution_call const& c);
 void convolve_backward_on(device_group& g, halo_value const& before, convolution_call const& c);
 void attend_on(device_group& g, attention_call const& c, bool back);
@@ -173,5 +188,8 @@ std::unique_ptr<device_experts> share_on(device_group& g, tensor const& chosen, 
 std::unique_ptr<device_positions> place_on(device_group& g, cpx::media const& m, any_layout const& sharding,
                                            tensor const& ids, cpx::media_tokens const& tokens);
 void rotate_on(framework& from, int device, rotary_call const& c);
+void normalise_on(framework& from, int device, norm_call const& c, bool back);
+/// Of float32.
+void open_gates_on(framework& from, int device, gates_call const& c, bool back);
 
 } // namespace binding
