@@ -3,10 +3,12 @@
 
     python3 python/peers/fla.py CHECKOUT [-k EXPRESSION]
 
-The reference, of one rank, is the peer's: its kernels on a GPU, its functions of plain torch elsewhere. On GPUs its
-tests start processes, which this file enters again to put cpx there too.
+The reference, of one rank, is the peer's: its kernels on a GPU, its functions of plain torch elsewhere and for the delta
+rule where its kernels refuse the triton that is there. On GPUs its tests start processes, which this file enters again to
+put cpx there too.
 """
 
+import importlib.util
 import sys
 import types
 
@@ -49,6 +51,14 @@ def rule_in_torch(q, k, v, g, beta, cu_seqlens=None, **_):
     return torch.cat(parts, 1).to(v.dtype), None
 
 
+def refuses_triton():
+    """Whether the backward of the peer's delta rule raises an error instead of what it would compute wrongly."""
+    from fla import utils
+
+    between = utils.TRITON_ABOVE_3_4_0 and not utils.TRITON_ABOVE_3_7_1
+    return utils.IS_NVIDIA_HOPPER and between and importlib.util.find_spec("tilelang") is None
+
+
 def put(module):
     """Puts cpx into a module of tests, where they give a context; without one they are the peer's reference."""
     reference = {"causal_conv1d": convolution_in_torch, "chunk_gated_delta_rule": rule_in_torch}
@@ -57,7 +67,8 @@ def put(module):
             continue
         ours = getattr(dropin, name)
         if name in reference:
-            theirs = getattr(module, name) if common.has_gpus() else reference[name]
+            in_torch = not common.has_gpus() or name == "chunk_gated_delta_rule" and refuses_triton()
+            theirs = reference[name] if in_torch else getattr(module, name)
 
             def either(*args, ours=ours, theirs=theirs, cp_context=None, **options):
                 return theirs(*args, **options) if cp_context is None else ours(*args, cp_context=cp_context, **options)
