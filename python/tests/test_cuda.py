@@ -503,15 +503,20 @@ def test_sums_over_ranks_are_bitwise_the_hosts_with_their_gradients(comm, dtype)
 
 @pytest.mark.skipif(world != 2, reason="wants two ranks")
 def test_ranks_that_sum_or_fill_otherwise_are_named(comm):
-    made = _group._over_store(dist.group.WORLD, device.index, 60.0, 0, 64)
-    other = ct.Communicator(made)
-    with pytest.raises(cpx.Error, match="ranks disagree on .*number of values"):
-        ct.sum_over_ranks(torch.zeros(8 + rank, device=device), other)
     sharding = cpx.shard(batches[2], cpx.zigzag(world))
-    x, plan = share(sharding, numbers(batches[2].tokens, 2)).detach(), ct.halo(sharding, other, 1, "after")
-    with pytest.raises(cpx.Error, match="ranks disagree on .*fill"):
-        ct.shift_rows(x, plan, other, fill=rank)
-    other.of.leave()
+    x = share(sharding, numbers(batches[2].tokens, 2)).detach()
+
+    def shift(other):
+        return ct.shift_rows(x, ct.halo(sharding, other, 1, "after"), other, fill=rank)
+
+    def add(other):
+        return ct.sum_over_ranks(torch.zeros(8 + rank, device=device), other)
+
+    for call, field in (add, "number of values"), (shift, "fill"):
+        other = ct.Communicator(_group._over_store(dist.group.WORLD, device.index, 60.0, 0, 64))
+        with pytest.raises(cpx.Error, match=f"ranks disagree on .*{field}"):
+            call(other)
+        other.of.leave()
 
 
 # recurrences

@@ -95,7 +95,9 @@ def _of(group, deadline, window, blocks):
 def _over_store(group, device, deadline, window, blocks):
     """Returns the rank of a communicator of its own, whose ranks find each other by the store of their group."""
     by = device_extension(_where)
-    store, key = dist.distributed_c10d._get_process_group_store(group), "cpx/nccl"
+    store = dist.distributed_c10d._get_process_group_store(group)
+    calls = store.add("cpx/nccl", 1)  # of all ranks, which make one after the other together
+    key = f"cpx/nccl/{(calls - 1) // group.size()}"
     if group.rank() == 0:
         store.set(key, by.nccl_id())
     return by.nccl_make(torch.Tensor, store.get(key), group.rank(), group.size(), device, deadline, window, blocks)
