@@ -51,6 +51,10 @@ struct refused {
     }
 };
 
+/// What a sentence is said for that is said once, whatever X is given: `any`, or what has been refused.
+template <class X>
+using whatever = std::conditional_t<std::same_as<X, refused>, X, any>;
+
 /// Arithmetic and comparisons, which a conversion to any number would leave ambiguous.
 template <class... X>
 concept some_refused = (std::same_as<X, refused> || ...);
