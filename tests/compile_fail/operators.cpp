@@ -45,6 +45,7 @@ struct group {
     int ranks() const { return 4; }
 };
 #endif
+using labels_of = std::vector<cpx::index_t> const&;
 cpx::attention_heads const heads;
 auto const silu = cpx::activation::silu;
 
@@ -269,6 +270,16 @@ void weights_of_a_tensor(cpx::halo_plan<zigzag> const& plan, view<zigzag> x, cpx
                          cpx::threads& comm) {
     cpx::causal_conv1d(plan, x, w, w.elements(), silu, x, comm);
 }
+void pairs(cpx::rows<float> x, std::vector<float> const& f, std::vector<int> const& axes, labels_of at) {
+    cpx::rotary_pairs const of_each{f}, of_three(f, axes), by_rounding{f, {}, cpx::rounding::fp32_inside};
+    cpx::rotary_pairs<double> const of_floats{{f.begin(), f.end()}, axes};
+    cpx::rotary_pairs<float> const none, alike(none);
+    cpx::rotary<float>(x, 8, cpx::rows(at, 4), {{1, 0.5f}}, x);
+    cpx::rotary<float>(x, 8, {at.data(), 1, 4}, of_each, x);
+    cpx::rotary_backward<float>(x, 8, at, {.rotary_dim = 8}, x);
+    cpx::rotary<float>(x, 8, {f.data(), 1, 4}, {f.data(), 1, 4}, x);
+    cpx::rotary<float>(x, 8, at, {}, x);
+}
 void fields_left_out(held& x, cpx::delta_rule_saved<float>& saved, std::vector<float>& dbias, cpx::rows<float> state) {
     cpx::delta_rule_tensors{x, x, x, x, x, x, {}, {}, &saved};
     cpx::delta_rule_gradient_tensors{x, x, x, x, x, x, {}, state};
@@ -314,7 +325,6 @@ void local(cpx::rows<float> x, std::vector<float>& dbias) {
 }
 
 using held_twice = cpx::tensor<float, zigzag>&;
-using labels_of = std::vector<cpx::index_t> const&;
 
 // expect: rotary.x, head_dim, options, y. wants tensors x and y
 // expect: rotary.x, head_dim, options, y. wants tensors x and y
@@ -329,9 +339,11 @@ void turns(held_twice x, labels_of positions) {
 void attends(held_twice q, view<everywhere> k) { cpx::attention(q.data(), k, k, heads, 1, q); }
 
 // expect: append.k, v. wants two tensors
+// expect: append.k, v. wants two tensors
 // expect: attend.cache, q, scale, o, comm. of a cached_attention wants an attention_cache
 void over_caches(cpx::attention_cache<float>& cache, cpx::cached_attention<zigzag> const& attend, held_twice q) {
     cache.append(q.data(), q);
+    cache.append(q, q, q, q);
     attend(cache, q, 1, q);
 }
 
@@ -543,6 +555,21 @@ void of_one_head(held_twice x, labels_of positions, std::vector<float>& out) {
     cpx::delta_rule_options const options;
     cpx::delta_rule_forward<float>(x, x, x, x, x, 0, options, x, x);
     cpx::delta_rule_backward<float>(x, x, x, x, x, 0, options, x, x);
+}
+
+// expect: sigmoid, silu and softplus, and their backwards, are of one float or double
+// expect: sigmoid, silu and softplus, and their backwards, are of one float or double
+// expect: rotary_pairs<T>{frequencies, axes, how} wants a vector of T
+// expect: rotary_pairs<T>{frequencies, axes, how} wants a vector of T
+// expect: rotary<T>.x, head_dim, cos, sin, y., .... positions, pairs, y. and
+// expect: rotary_backward<T>.dy, head_dim, cos, sin, dx., .... positions, pairs, dx. and
+void of_lists(cpx::rows<float> x, std::vector<float>& gate, std::vector<double> const& frequencies) {
+    auto const opened = cpx::silu(gate);
+    cpx::softplus_backward(x, x);
+    cpx::rotary_pairs const of_numbers(1, 2, 3);
+    cpx::rotary_pairs<float> const of_doubles{frequencies};
+    cpx::rotary<float>(x, 8, {0, 1}, {}, x);
+    cpx::rotary_backward<float>(x, 8, {0, 1}, {}, gate);
 }
 
 // expect: local_rows.sharding, rank, sections, weight. wants a sharding

@@ -58,7 +58,7 @@ public:
         if constexpr (fits) keep<sharding_of<K>>(k.view(), v.view(), here);
     }
     template <class X = detail::any>
-    detail::refused append(X const& = {}, detail::any = {}, detail::any = {}) {
+    detail::refused append(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
         static_assert(detail::never<X>, "cpx: append(k, v) wants two tensors; view other memory as sharded(rows, "
                                         "sharding, rank)");
         return {};
