@@ -244,6 +244,8 @@ inline void require_activation(char const* where, activation act, caller here) {
 // fits, one without arguments, too, but no better than the function itself. It asserts `never<X>`: name, what is
 // wanted, how to get it. A class has such a constructor, explicit, and such a deduction guide;
 // a template of classes, for arguments of other kinds, a specialisation.
+// clang++ takes names in braces, `{.theta = 1e6}`, for no `any`: where these are usual, a second overload has the
+// options as an `O const&`, O by default their type and nothing else.
 namespace cpx::detail {
 
 /// A parameter that takes any argument, lists in braces too, where no other overload does.
@@ -8230,6 +8232,11 @@ detail::refused make_movement(X const& = {}, detail::any = {}, detail::any = {},
     static_assert(detail::never<X>, "cpx: make_movement<T>(from, to, width, capacity, comm) wants two shardings, or "
                                     "make_movement<T>(plan, width, capacity, comm) a plan, and a cpx::transport");
     return {};
+}
+template <class T, class X, class Most = capacity>
+    requires std::same_as<Most, capacity>
+detail::refused make_movement(X const& from, detail::any, detail::any, Most const&, detail::any = {}) {
+    return make_movement<T>(from);
 }
 
 } // namespace cpx

@@ -280,6 +280,13 @@ void pairs(cpx::rows<float> x, std::vector<float> const& f, std::vector<int> con
     cpx::rotary<float>(x, 8, {f.data(), 1, 4}, {f.data(), 1, 4}, x);
     cpx::rotary<float>(x, 8, at, {}, x);
 }
+void made(cpx::attention_cache<float> const& cache, layer const& net, cpx::carry_plan<cpx::scan, zigzag> const& carry,
+          cpx::gated_delta_net_config& config) {
+    cpx::attention_cache const held(cache);
+    cpx::gated_delta_net const copied(net), made(carry, config), by_name(carry, {.hidden = 8});
+    cpx::mesh const of_eight({.world = 8}), alike(of_eight);
+    static_cast<void>(held.length(0) + made.rank() + copied.rank() + by_name.rank() + alike.world());
+}
 void fields_left_out(held& x, cpx::delta_rule_saved<float>& saved, std::vector<float>& dbias, cpx::rows<float> state) {
     cpx::delta_rule_tensors{x, x, x, x, x, x, {}, {}, &saved};
     cpx::delta_rule_gradient_tensors{x, x, x, x, x, x, {}, state};
@@ -570,6 +577,34 @@ void of_lists(cpx::rows<float> x, std::vector<float>& gate, std::vector<double> 
     cpx::rotary_pairs<float> const of_doubles{frequencies};
     cpx::rotary<float>(x, 8, {0, 1}, {}, x);
     cpx::rotary_backward<float>(x, 8, {0, 1}, {}, gate);
+}
+
+// Options whose names are in braces.
+// expect: rotary.x, head_dim, options, y. wants tensors x and y
+// expect: rotary_backward.dy, head_dim, options, dx. wants tensors dy and dx
+// expect: rotary_backward<T>.dy, head_dim, cos, sin, dx.
+// expect: attention.q, k, v, heads, scale, o. wants tensors
+// expect: attention_backward_queries.queries, k, v, heads, scale, dq. wants attention_queries
+// expect: attention_backward_keys.queries, k, v, heads, scale, dk, dv, comm. wants attention_queries
+// expect: gated_delta_rule wants a carry_plan, delta_rule_tensors, heads, options and a cpx::transport
+// expect: gated_delta_rule_backward wants a carry_plan
+// expect: attention_cache<T>.heads, sharding, comm. wants attention_heads
+// expect: gated_delta_net wants carry<How>.sharding, rank. and a config
+// expect: make_movement<T>.from, to, width, capacity, comm. wants two shardings
+void names(cpx::tensor<double, zigzag>& x, std::vector<double>& list,
+           cpx::attention_queries<double, everywhere> const& queries, cpx::delta_rule_tensors<double, zigzag> const& t,
+           cpx::carry_plan<cpx::scan, zigzag> const& carry, cpx::threads& comm) {
+    cpx::rotary(list, 8, {.theta = 1e6}, x);
+    cpx::rotary_backward(list, 8, {.rotary_dim = 8}, x);
+    cpx::rotary_backward<double>(x.data(), 8, list, {.rotary_dim = 8}, list);
+    cpx::attention(x, list, x, {.query_heads = 4}, 1, x);
+    cpx::attention_backward_queries(queries, list, x, {.query_heads = 4}, 1, x);
+    cpx::attention_backward_keys(queries, x, x, {.query_heads = 4}, 1, x, x);
+    cpx::gated_delta_rule(carry, t, {.key_heads = 4}, {.qk_l2norm = true});
+    cpx::gated_delta_rule_backward(carry, t, t, {.key_heads = 4}, {.qk_l2norm = true}, comm);
+    cpx::attention_cache<cpx::index_t> const cache({.query_heads = 4}, x.sharding(), 0);
+    cpx::gated_delta_net const net(x, 0, {.hidden = 8});
+    cpx::make_movement<double>(list, list, 8, {.rows = 8}, comm);
 }
 
 // expect: local_rows.sharding, rank, sections, weight. wants a sharding

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <concepts>
 #include <span>
 #include <utility>
 #include <vector>
@@ -306,6 +307,11 @@ template <class T> // with lists in braces
 detail::refused rotary(detail::any, detail::any, detail::any, detail::any, detail::any, detail::any = {}) {
     return rotary<T>(detail::any());
 }
+template <class T, class O = rotary_options>
+    requires std::same_as<O, rotary_options>
+detail::refused rotary(detail::any, detail::any, detail::any, O const&, detail::any, detail::any = {}) {
+    return rotary<T>(detail::any());
+}
 template <class T, class... X>
     requires(!detail::takes_rotary<T, X...>)
 detail::refused rotary_backward(X&&...) {
@@ -316,6 +322,11 @@ detail::refused rotary_backward(X&&...) {
 }
 template <class T>
 detail::refused rotary_backward(detail::any, detail::any, detail::any, detail::any, detail::any, detail::any = {}) {
+    return rotary_backward<T>(detail::any());
+}
+template <class T, class O = rotary_options>
+    requires std::same_as<O, rotary_options>
+detail::refused rotary_backward(detail::any, detail::any, detail::any, O const&, detail::any, detail::any = {}) {
     return rotary_backward<T>(detail::any());
 }
 
