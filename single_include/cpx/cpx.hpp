@@ -244,6 +244,8 @@ inline void require_activation(char const* where, activation act, caller here) {
 // fits, one without arguments, too, but no better than the function itself. It asserts `never<X>`: name, what is
 // wanted, how to get it. A class has such a constructor, explicit, and such a deduction guide;
 // a template of classes, for arguments of other kinds, a specialisation.
+// clang++ takes names in braces, `{.theta = 1e6}`, for no `any`: where these are usual, a second overload has the
+// options as an `O const&`, O by default their type and nothing else.
 namespace cpx::detail {
 
 /// A parameter that takes any argument, lists in braces too, where no other overload does.
@@ -280,6 +282,10 @@ struct refused {
         return *this;
     }
 };
+
+/// What a sentence is said for that is said once, whatever X is given: `any`, or what has been refused.
+template <class X>
+using whatever = std::conditional_t<std::same_as<X, refused>, X, any>;
 
 /// Arithmetic and comparisons, which a conversion to any number would leave ambiguous.
 template <class... X>
@@ -1016,12 +1022,13 @@ concept integers = std::ranges::contiguous_range<R const> && std::integral<std::
 
 namespace detail {
 
-/// An offset in braces, where one that is no whole number is refused before it could be narrowed.
-struct listed_offset {
-    listed_offset(index_t n) : number(n) {}
+/// A number of tokens in braces, where one that is not whole is refused before it could be narrowed.
+struct listed_tokens {
+    listed_tokens(index_t n) : number(n) {}
     template <std::floating_point X>
-    listed_offset(X) {
-        static_assert(never<X>, "cpx: thd wants whole numbers, the offsets of its sequences: thd({0, 7, 20})");
+    listed_tokens(X) {
+        static_assert(never<X>, "cpx: thd wants whole numbers, the offsets of its sequences: thd({0, 7, 20}), or their "
+                                "lengths: thd::from_lengths({7, 13})");
     }
     operator index_t() const { return number; }
     index_t number = 0;
@@ -1075,7 +1082,7 @@ public:
               here) {}
 
     /// Of offsets in braces, which might be arguments of other constructors, too.
-    explicit thd(std::initializer_list<detail::listed_offset> offsets, std::vector<index_t> valid = {},
+    explicit thd(std::initializer_list<detail::listed_tokens> offsets, std::vector<index_t> valid = {},
                  caller here = caller::here())
         : thd(std::vector<index_t>(offsets.begin(), offsets.end()), std::move(valid), here) {}
 
@@ -1134,10 +1141,12 @@ public:
     static thd from_lengths(R const& lengths, caller here = caller::here()) {
         return from_lengths(numbers("thd::from_lengths", "length of sequence ", lengths, here), here);
     }
-
+    static thd from_lengths(std::initializer_list<detail::listed_tokens> lengths, caller here = caller::here()) {
+        return from_lengths(std::vector<index_t>(lengths.begin(), lengths.end()), here);
+    }
     template <class X = detail::any>
         requires(!integers<X>)
-    static thd from_lengths(X const& = {}, detail::any = {}) {
+    static thd from_lengths(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
         not_integers<X>();
         return {};
     }
@@ -1784,6 +1793,8 @@ namespace cpx {
 template <class T, any_memory M = host_memory>
 class row_buffer {
 public:
+    static_assert(!std::same_as<T, detail::untold>,
+                  "cpx: a row_buffer cannot tell its elements; write row_buffer<T>(count, width)");
     row_buffer() = default;
     row_buffer(M const& memory, index_t count, index_t width, caller here = caller::here())
         : count_(count), width_(width), memory_(memory),
@@ -1827,6 +1838,8 @@ private:
     std::optional<M> memory_; ///< none where there are no rows
     typename M::template block<T> values_;
 };
+
+row_buffer(detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) -> row_buffer<detail::untold>;
 
 } // namespace cpx
 
@@ -2572,10 +2585,10 @@ public:
         product(where, "tokens times ranks", {batch_.tokens(), ranks_.get()}, here);
     }
     template <class X>
-        requires(!std::derived_from<X, every_row_sharding>)
-    explicit every_row_sharding(X const&) {
+    static every_row_sharding const& unfit() {
         static_assert(never<X>, "cpx: replicated<W> wants a cpx::thd, and head_sharded<W> its sections, too; before "
-                                "them the number of ranks if the type does not tell it");
+                                "them the number of ranks if the type does not tell it; shard() takes neither");
+        throw;
     }
     int ranks() const { return ranks_.get(); }
     thd const& batch() const { return batch_; }
@@ -2625,10 +2638,11 @@ public:
 
     template <class X = detail::any>
         requires(!std::derived_from<X, head_sharded>)
-    explicit head_sharded(X const& x = {}, detail::any = {}, detail::any = {}, detail::any = {})
-        : detail::every_row_sharding<W>(x) {}
+    explicit head_sharded(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {})
+        : detail::every_row_sharding<W>(head_sharded::template unfit<detail::whatever<X>>()) {}
     template <class X>
-    head_sharded(std::initializer_list<section>, X const& x, detail::any = {}) : detail::every_row_sharding<W>(x) {}
+    head_sharded(std::initializer_list<section>, X const&, detail::any = {})
+        : detail::every_row_sharding<W>(head_sharded::template unfit<detail::whatever<X>>()) {}
 
     std::span<section const> sections() const { return *sections_; }
 
@@ -2676,12 +2690,20 @@ public:
 
     template <class X = detail::any>
         requires(!std::derived_from<X, replicated>)
-    explicit replicated(X const& x = {}, detail::any = {}, detail::any = {}, detail::any = {})
-        : detail::every_row_sharding<W>(x) {}
+    explicit replicated(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {})
+        : detail::every_row_sharding<W>(replicated::template unfit<detail::whatever<X>>()) {}
 
     std::span<section const> sections() const { return {}; }
     range heads(int, index_t heads) const { return {0, heads}; }
 };
+
+/// As if one were made of nothing: of one that has been, made for `shard` in its call, no more is said.
+template <auto = 0, class B, class P>
+    requires std::derived_from<P, detail::every_row_sharding<P::static_ranks>>
+detail::refused shard(B const&, P const&, detail::any = {}) {
+    P::template unfit<detail::any>();
+    return {};
+}
 
 } // namespace cpx
 
@@ -3194,7 +3216,6 @@ namespace cpx {
 /// For dispatchers that balance load at run time, such as MagiAttention's (there: over the batch).
 class table {
 public:
-    table() = delete; // which says less than a sentence, but is no default constructor to who asks for one
     /// Throws `cpx::error` that names the first chunk whose owner is not a rank.
     table(int ranks, std::vector<int> owners, caller here = caller::here()) : ranks_(ranks) {
         require(ranks > 0, "table", "ranks", "at least 1", ranks, here);
@@ -3212,10 +3233,14 @@ public:
                 layout<L> // last, because for a table it would ask for this class, which is not complete
     explicit table(L const& l, caller here = caller::here()) : table(l.ranks(), owners_of(l), here) {}
 
+    template <class X = detail::any>
+        requires(!std::same_as<X, table>) && (!layout<X>)
+    explicit table(X const& = {}, detail::any = {}, detail::any = {}) {
+        unfit<X>();
+    }
     template <class X = void>
-    explicit table(detail::any, detail::any = {}, detail::any = {}) {
-        static_assert(detail::never<X>, "cpx: table wants the number of ranks and the rank of every chunk: "
-                                        "table(2, {0, 1, 1, 0}); or another layout");
+    explicit table(std::initializer_list<int>) {
+        unfit<X>();
     }
 
     int ranks() const { return ranks_; }
@@ -3224,6 +3249,11 @@ public:
     friend bool operator==(table const& a, table const& b) { return a.ranks_ == b.ranks_ && *a.owners_ == *b.owners_; }
 
 private:
+    template <class X>
+    static void unfit() {
+        static_assert(detail::never<X>, "cpx: table wants the number of ranks and the rank of every chunk: "
+                                        "table(2, {0, 1, 1, 0}); or another layout");
+    }
     template <layout L>
     static std::vector<int> owners_of(L const& l) {
         std::vector<int> owners;
@@ -3296,10 +3326,10 @@ public:
         sharding_ = sharding;
         count_ = count;
     }
-    template <class X>
-        requires(!std::convertible_to<X const&, S const&>)
-    void hold(X const&) {
-        unfit<X>();
+    template <class... X>
+        requires(!detail::takes<void(S const&), X...>)
+    void hold(X&&...) {
+        unfit<X...>();
     }
 
     rows<T> data() & { return {values_.data(), count_, width_}; }
@@ -3336,6 +3366,24 @@ public:
         ends<X>();
         throw;
     }
+    template <class... X>
+        requires(!detail::takes<void(index_t, index_t), X...>)
+    detail::refused columns(X&&...) const {
+        static_assert(detail::never<X...>, "cpx: columns(first, width) wants two numbers: columns of the tensor");
+        return {};
+    }
+    template <class X, class... More>
+    detail::refused view(X const&, More const&...) const {
+        return of_all<X>();
+    }
+    template <class X, class... More>
+    detail::refused data(X const&, More const&...) const {
+        return of_all<X>();
+    }
+    template <class X, class... More>
+    detail::refused elements(X const&, More const&...) const {
+        return of_all<X>();
+    }
     operator sharded<T, S, M>() & { return view(); }
     operator sharded<T const, S, M>() const& { return view(); }
     operator sharded<T const, S, M>() const&& = delete;
@@ -3360,11 +3408,18 @@ public:
     std::vector<T> read(caller here = caller::here()) const { return memory_.read(elements(), here); }
 
 private:
-    template <class X>
+    template <class... X>
     static tensor& unfit() {
-        static_assert(detail::never<X>, "cpx: a tensor is made of a sharding of its type, a rank and a width; rows of "
-                                        "another sharding come by exchange(x, sharding, comm)");
+        static_assert(detail::never<X...>,
+                      "cpx: a tensor is made of a sharding of its type, a rank and a width; rows of "
+                      "another sharding come by exchange(x, sharding, comm)");
         throw;
+    }
+    template <class X>
+    static detail::refused of_all() {
+        static_assert(detail::never<X>, "cpx: view(), data() and elements() are of the whole tensor and want nothing; "
+                                        "columns(first, width) is of some columns, data().sub(first, count) of rows");
+        return {};
     }
     template <class X>
     static void ends() {
@@ -7780,12 +7835,11 @@ detail::refused exchange(Plan const&, X const&, Y&&, Comm&, caller = caller::her
     return {};
 }
 template <class Plan, class X>
-std::conditional_t<sharded_anywhere<X>, X, detail::refused> exchange(Plan const&, X const&, detail::any = {},
-                                                                     detail::any = {}) {
+detail::refused exchange(Plan const&, X const&, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<Plan, X>,
                   "cpx: exchange(plan, x, comm) wants a relayout_plan, a tensor and a cpx::transport, and exchange(x, "
                   "sharding, comm) a tensor, a sharding and a cpx::transport; give other plans rows and a target");
-    throw;
+    return {};
 }
 template <class Spelled = detail::any, class Plan = Spelled>
 detail::refused exchange(Plan const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
@@ -8179,6 +8233,11 @@ detail::refused make_movement(X const& = {}, detail::any = {}, detail::any = {},
                                     "make_movement<T>(plan, width, capacity, comm) a plan, and a cpx::transport");
     return {};
 }
+template <class T, class X, class Most = capacity>
+    requires std::same_as<Most, capacity>
+detail::refused make_movement(X const& from, detail::any, detail::any, Most const&, detail::any = {}) {
+    return make_movement<T>(from);
+}
 
 } // namespace cpx
 
@@ -8306,6 +8365,19 @@ detail::refused sum_over_ranks(X const& = {}, detail::any = {}, detail::any = {}
 
 namespace cpx {
 
+class threads;
+
+namespace detail {
+
+template <class X>
+threads&& unstarted_threads() {
+    static_assert(never<X>, "cpx: threads of one process are started together, threads::run(ranks, program) "
+                            "with [&](cpx::threads& comm) { ... }, or are ranks of a threads::group");
+    throw;
+}
+
+} // namespace detail
+
 /// One rank of a group of threads. Messages are copied once, from the sender's rows to the receiver's.
 ///
 ///     cpx::threads::run(4, [&](cpx::threads& comm) { ... every rank's program ... });
@@ -8341,7 +8413,8 @@ public:
     threads(threads const&) = delete; // a copy would not know what its rank has agreed on afterwards
     threads& operator=(threads const&) = delete;
     template <class X = detail::any>
-    explicit threads(X const& = {}, detail::any = {}, detail::any = {}) : threads(unstarted<X>()) {}
+    explicit threads(X const& = {}, detail::any = {}, detail::any = {})
+        : threads(detail::unstarted_threads<detail::whatever<X>>()) {}
 
     int rank() const { return rank_; }
     int ranks() const { return static_cast<int>(world_.members.size()); }
@@ -8387,14 +8460,6 @@ public:
 private:
     struct world;
     class turn;
-
-    template <class X>
-    static threads&& unstarted() {
-        static_assert(detail::never<X>,
-                      "cpx: threads of one process are started together, threads::run(ranks, program) "
-                      "with [&](cpx::threads& comm) { ... }, or are ranks of a threads::group");
-        throw;
-    }
 
     /// As `run`, compiled once for all programs.
     static void run_all(int ranks, detail::function_ref<void(threads&)> program, std::chrono::milliseconds deadline,
@@ -8616,6 +8681,18 @@ private:
 };
 
 static_assert(transport<threads>);
+
+/// As if nobody had started them: of threads that a call makes for itself no more is said.
+template <class Plan, class X>
+detail::refused exchange(Plan const&, X const&, threads&&) {
+    detail::unstarted_threads<detail::any>();
+    return {};
+}
+template <class Plan, class X, class Y>
+detail::refused exchange(Plan const&, X const&, Y const&, threads&&) {
+    detail::unstarted_threads<detail::any>();
+    return {};
+}
 
 /// The same ranks on threads that the caller starts: those of another language, or of a pool.
 ///

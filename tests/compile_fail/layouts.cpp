@@ -212,8 +212,10 @@ cpx::mesh const of_sizes(8, 2);
 cpx::tensor<float, cpx::sharding<cpx::zigzag<4>>> const moved_elsewhere = cpx::make_tensor<float>(sharding, 0, 1);
 // expect: table wants the number of ranks and the rank of every chunk
 cpx::table const owners(std::vector<int>{0, 1});
-// expect: (use of deleted function|call to deleted constructor of|default constructor of) .*cpx::table
+// expect: table wants the number of ranks and the rank of every chunk
+// expect: table wants the number of ranks and the rank of every chunk
 cpx::table of_nobody;
+cpx::table const of_owners_alone({0, 1, 1, 0});
 // expect: piecewise.ranks, batch, pieces. wants the number of ranks
 cpx::piecewise<int> const of_no_pieces{cpx::thd()};
 // expect: segments.sharding, rank. wants a sharding
@@ -225,7 +227,7 @@ auto const traffic = cpx::traffic(sharding);
 // expect: edges_of wants a plan of rows after segments
 auto const edges = cpx::edges_of(sharding);
 // expect: replicated<W> wants a cpx::thd, and head_sharded<W> its sections
-cpx::head_sharded<4> const of_sections_first({{2, 4}}, cpx::thd());
+cpx::head_sharded<6> const of_sections_first({{2, 4}}, cpx::thd());
 // expect: by_length{a, b, rule} wants two layouts
 cpx::by_length const rule_first{[](cpx::index_t) { return true; }, cpx::zigzag<4>{}, cpx::sequential<4>{}};
 // expect: by_length{a, b, rule} wants two layouts
@@ -238,8 +240,7 @@ auto const axes = cpx::rotary_axes(3, cpx::axis_order::interleaved);
 auto const columns = cpx::make_tensor<short>(sharding, 0, 1).columns(0, 1);
 // expect: threads of one process are started together
 cpx::threads alone(0, 4);
-// expect: threads of one process are started together
-cpx::threads nobody;
+cpx::threads nobody; // said above, once a unit
 // expect: routes between layouts that are known at run time only
 auto const of_run_time = cpx::routes(cpx::striped<>(4), cpx::sequential<>(4));
 // expect: a constant expression
@@ -266,6 +267,14 @@ auto const no_offsets = cpx::offsets(sharding, 0);
 auto const no_features = cpx::features_by_item(4, sharding);
 // expect: thd wants whole numbers
 cpx::thd const of_halves({0, 7.5, 20});
+// expect: thd wants whole numbers
+// expect: thd wants a vector, array or span of integers
+auto const of_half_lengths = cpx::thd::from_lengths({7, 13.5f});
+auto const of_lengths_alone = cpx::thd::from_lengths(7ll, 13, 20);
+// expect: replicated<W> wants a cpx::thd, and head_sharded<W> its sections
+// expect: replicated<W> wants a cpx::thd, and head_sharded<W> its sections
+auto const of_everything = cpx::shard(cpx::thd({0, 4}), cpx::replicated<5>());
+auto const of_sections = cpx::shard(cpx::thd({0, 4}), cpx::head_sharded<8>(std::vector<cpx::section>{{2, 4}}));
 // expect: row_buffer<T>.count, width. wants two numbers
 // expect: row_buffer<T>.count, width. wants two numbers
 // expect: row_buffer<T>.count, width. wants two numbers
@@ -274,6 +283,21 @@ cpx::row_buffer<short> const buffer_of_text(2, "4");
 cpx::row_buffer<int> const buffer_of_values(std::vector<int>{1, 2});
 cpx::row_buffer<float> const buffer_of_no_width(4);
 cpx::row_buffer<double> const buffer_of_two_widths(2, 4, 4, 4);
+// expect: a row_buffer cannot tell its elements
+cpx::row_buffer const buffer_of_no_type(3, 4);
+// expect: columns.first, width. wants two numbers
+// expect: columns.first, width. wants two numbers
+// expect: view.., data.. and elements.. are of the whole tensor
+// expect: view.., data.. and elements.. are of the whole tensor
+// expect: view.., data.. and elements.. are of the whole tensor
+// expect: a tensor is made of a sharding of its type
+void members(cpx::tensor<unsigned, cpx::sharding<cpx::zigzag<4>>>& x) {
+    auto const of_a_name = x.columns("q", 3);
+    auto const of_a_width = x.columns(3);
+    auto const of_a_shape = x.view(4, 2);
+    x.data(4u).row(0)[0] = x.elements(4.0)[0];
+    x.hold();
+}
 // expect: row_buffer::write wants a vector, array or span
 void writes(cpx::row_buffer<float>& to, std::vector<double> const& values) { to.write(values); }
 #endif

@@ -45,6 +45,7 @@ struct group {
     int ranks() const { return 4; }
 };
 #endif
+using labels_of = std::vector<cpx::index_t> const&;
 cpx::attention_heads const heads;
 auto const silu = cpx::activation::silu;
 
@@ -269,6 +270,23 @@ void weights_of_a_tensor(cpx::halo_plan<zigzag> const& plan, view<zigzag> x, cpx
                          cpx::threads& comm) {
     cpx::causal_conv1d(plan, x, w, w.elements(), silu, x, comm);
 }
+void pairs(cpx::rows<float> x, std::vector<float> const& f, std::vector<int> const& axes, labels_of at) {
+    cpx::rotary_pairs const of_each{f}, of_three(f, axes), by_rounding{f, {}, cpx::rounding::fp32_inside};
+    cpx::rotary_pairs<double> const of_floats{{f.begin(), f.end()}, axes};
+    cpx::rotary_pairs<float> const none, alike(none);
+    cpx::rotary<float>(x, 8, cpx::rows(at, 4), {{1, 0.5f}}, x);
+    cpx::rotary<float>(x, 8, {at.data(), 1, 4}, of_each, x);
+    cpx::rotary_backward<float>(x, 8, at, {.rotary_dim = 8}, x);
+    cpx::rotary<float>(x, 8, {f.data(), 1, 4}, {f.data(), 1, 4}, x);
+    cpx::rotary<float>(x, 8, at, {}, x);
+}
+void made(cpx::attention_cache<float> const& cache, layer const& net, cpx::carry_plan<cpx::scan, zigzag> const& carry,
+          cpx::gated_delta_net_config& config) {
+    cpx::attention_cache const held(cache);
+    cpx::gated_delta_net const copied(net), made(carry, config), by_name(carry, {.hidden = 8});
+    cpx::mesh const of_eight({.world = 8}), alike(of_eight);
+    static_cast<void>(held.length(0) + made.rank() + copied.rank() + by_name.rank() + alike.world());
+}
 void fields_left_out(held& x, cpx::delta_rule_saved<float>& saved, std::vector<float>& dbias, cpx::rows<float> state) {
     cpx::delta_rule_tensors{x, x, x, x, x, x, {}, {}, &saved};
     cpx::delta_rule_gradient_tensors{x, x, x, x, x, x, {}, state};
@@ -314,7 +332,6 @@ void local(cpx::rows<float> x, std::vector<float>& dbias) {
 }
 
 using held_twice = cpx::tensor<float, zigzag>&;
-using labels_of = std::vector<cpx::index_t> const&;
 
 // expect: rotary.x, head_dim, options, y. wants tensors x and y
 // expect: rotary.x, head_dim, options, y. wants tensors x and y
@@ -329,9 +346,11 @@ void turns(held_twice x, labels_of positions) {
 void attends(held_twice q, view<everywhere> k) { cpx::attention(q.data(), k, k, heads, 1, q); }
 
 // expect: append.k, v. wants two tensors
+// expect: append.k, v. wants two tensors
 // expect: attend.cache, q, scale, o, comm. of a cached_attention wants an attention_cache
 void over_caches(cpx::attention_cache<float>& cache, cpx::cached_attention<zigzag> const& attend, held_twice q) {
     cache.append(q.data(), q);
+    cache.append(q, q, q, q);
     attend(cache, q, 1, q);
 }
 
@@ -545,6 +564,49 @@ void of_one_head(held_twice x, labels_of positions, std::vector<float>& out) {
     cpx::delta_rule_backward<float>(x, x, x, x, x, 0, options, x, x);
 }
 
+// expect: sigmoid, silu and softplus, and their backwards, are of one float or double
+// expect: sigmoid, silu and softplus, and their backwards, are of one float or double
+// expect: rotary_pairs<T>{frequencies, axes, how} wants a vector of T
+// expect: rotary_pairs<T>{frequencies, axes, how} wants a vector of T
+// expect: rotary<T>.x, head_dim, cos, sin, y., .... positions, pairs, y. and
+// expect: rotary_backward<T>.dy, head_dim, cos, sin, dx., .... positions, pairs, dx. and
+void of_lists(cpx::rows<float> x, std::vector<float>& gate, std::vector<double> const& frequencies) {
+    auto const opened = cpx::silu(gate);
+    cpx::softplus_backward(x, x);
+    cpx::rotary_pairs const of_numbers(1, 2, 3);
+    cpx::rotary_pairs<float> const of_doubles{frequencies};
+    cpx::rotary<float>(x, 8, {0, 1}, {}, x);
+    cpx::rotary_backward<float>(x, 8, {0, 1}, {}, gate);
+}
+
+// Options whose names are in braces.
+// expect: rotary.x, head_dim, options, y. wants tensors x and y
+// expect: rotary_backward.dy, head_dim, options, dx. wants tensors dy and dx
+// expect: rotary_backward<T>.dy, head_dim, cos, sin, dx.
+// expect: attention.q, k, v, heads, scale, o. wants tensors
+// expect: attention_backward_queries.queries, k, v, heads, scale, dq. wants attention_queries
+// expect: attention_backward_keys.queries, k, v, heads, scale, dk, dv, comm. wants attention_queries
+// expect: gated_delta_rule wants a carry_plan, delta_rule_tensors, heads, options and a cpx::transport
+// expect: gated_delta_rule_backward wants a carry_plan
+// expect: attention_cache<T>.heads, sharding, comm. wants attention_heads
+// expect: gated_delta_net wants carry<How>.sharding, rank. and a config
+// expect: make_movement<T>.from, to, width, capacity, comm. wants two shardings
+void names(cpx::tensor<double, zigzag>& x, std::vector<double>& list,
+           cpx::attention_queries<double, everywhere> const& queries, cpx::delta_rule_tensors<double, zigzag> const& t,
+           cpx::carry_plan<cpx::scan, zigzag> const& carry, cpx::threads& comm) {
+    cpx::rotary(list, 8, {.theta = 1e6}, x);
+    cpx::rotary_backward(list, 8, {.rotary_dim = 8}, x);
+    cpx::rotary_backward<double>(x.data(), 8, list, {.rotary_dim = 8}, list);
+    cpx::attention(x, list, x, {.query_heads = 4}, 1, x);
+    cpx::attention_backward_queries(queries, list, x, {.query_heads = 4}, 1, x);
+    cpx::attention_backward_keys(queries, x, x, {.query_heads = 4}, 1, x, x);
+    cpx::gated_delta_rule(carry, t, {.key_heads = 4}, {.qk_l2norm = true});
+    cpx::gated_delta_rule_backward(carry, t, t, {.key_heads = 4}, {.qk_l2norm = true}, comm);
+    cpx::attention_cache<cpx::index_t> const cache({.query_heads = 4}, x.sharding(), 0);
+    cpx::gated_delta_net const net(x, 0, {.hidden = 8});
+    cpx::make_movement<double>(list, list, 8, {.rows = 8}, comm);
+}
+
 // expect: local_rows.sharding, rank, sections, weight. wants a sharding
 // expect: add_local_rows.sharding, rank, sections, local, weight. wants a sharding
 // expect: sum_readers<T>.sharding, shared, readers, width, terms, sums, comm. wants rows
@@ -615,11 +677,15 @@ using ids = cpx::sharded<int const, zigzag>;
 // expect: make_tensor<T>.sharding, rank, width. wants a sharding
 // expect: make_tensor<T>.sharding, rank, width. wants a sharding
 // expect: make_tensor<T>.sharding, rank, width. wants a sharding
-void of_refused_tensors(held_twice x, cpx::halo_plan<zigzag> const& plan, list w, cpx::threads& comm) {
+// expect: exchange.plan, x, comm. wants a relayout_plan, a tensor and a cpx::transport
+void of_refused_tensors(held_twice x, cpx::halo_plan<zigzag> const& plan, list w, cpx::tensor<char, everywhere>& keys,
+                        cpx::threads& comm) {
     cpx::rotary(x, 8, {}, cpx::make_tensor<float>(8ll, 4));
     cpx::attention(x, x, cpx::make_tensor<float>(8ul, 4), heads, 1, x);
     cpx::shift_rows(plan, x, cpx::make_tensor<float>(8l, 4), comm);
     cpx::causal_conv1d(plan, x, w, {}, silu, cpx::make_tensor<float>(8.0, 4), comm);
+    cpx::attention(cpx::exchange(keys, x, comm), x, x, heads, 1, x);
+    cpx::tensor<char, zigzag> const brought = cpx::exchange(keys, x, comm); // said above
 }
 
 // expect: rotary<T>.x, head_dim, cos, sin, y.

@@ -14,6 +14,8 @@
 // fits, one without arguments, too, but no better than the function itself. It asserts `never<X>`: name, what is
 // wanted, how to get it. A class has such a constructor, explicit, and such a deduction guide;
 // a template of classes, for arguments of other kinds, a specialisation.
+// clang++ takes names in braces, `{.theta = 1e6}`, for no `any`: where these are usual, a second overload has the
+// options as an `O const&`, O by default their type and nothing else.
 namespace cpx::detail {
 
 /// A parameter that takes any argument, lists in braces too, where no other overload does.
@@ -50,6 +52,10 @@ struct refused {
         return *this;
     }
 };
+
+/// What a sentence is said for that is said once, whatever X is given: `any`, or what has been refused.
+template <class X>
+using whatever = std::conditional_t<std::same_as<X, refused>, X, any>;
 
 /// Arithmetic and comparisons, which a conversion to any number would leave ambiguous.
 template <class... X>

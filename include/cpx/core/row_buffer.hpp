@@ -2,9 +2,11 @@
 // Rows that belong to nobody's batch.
 #pragma once
 
+#include <cpx/core/element.hpp>
 #include <cpx/core/memory.hpp>
 #include <cpx/core/rows.hpp>
 
+#include <concepts>
 #include <optional>
 
 namespace cpx {
@@ -13,6 +15,8 @@ namespace cpx {
 template <class T, any_memory M = host_memory>
 class row_buffer {
 public:
+    static_assert(!std::same_as<T, detail::untold>,
+                  "cpx: a row_buffer cannot tell its elements; write row_buffer<T>(count, width)");
     row_buffer() = default;
     row_buffer(M const& memory, index_t count, index_t width, caller here = caller::here())
         : count_(count), width_(width), memory_(memory),
@@ -56,5 +60,7 @@ private:
     std::optional<M> memory_; ///< none where there are no rows
     typename M::template block<T> values_;
 };
+
+row_buffer(detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) -> row_buffer<detail::untold>;
 
 } // namespace cpx

@@ -30,12 +30,13 @@ concept integers = std::ranges::contiguous_range<R const> && std::integral<std::
 
 namespace detail {
 
-/// An offset in braces, where one that is no whole number is refused before it could be narrowed.
-struct listed_offset {
-    listed_offset(index_t n) : number(n) {}
+/// A number of tokens in braces, where one that is not whole is refused before it could be narrowed.
+struct listed_tokens {
+    listed_tokens(index_t n) : number(n) {}
     template <std::floating_point X>
-    listed_offset(X) {
-        static_assert(never<X>, "cpx: thd wants whole numbers, the offsets of its sequences: thd({0, 7, 20})");
+    listed_tokens(X) {
+        static_assert(never<X>, "cpx: thd wants whole numbers, the offsets of its sequences: thd({0, 7, 20}), or their "
+                                "lengths: thd::from_lengths({7, 13})");
     }
     operator index_t() const { return number; }
     index_t number = 0;
@@ -89,7 +90,7 @@ public:
               here) {}
 
     /// Of offsets in braces, which might be arguments of other constructors, too.
-    explicit thd(std::initializer_list<detail::listed_offset> offsets, std::vector<index_t> valid = {},
+    explicit thd(std::initializer_list<detail::listed_tokens> offsets, std::vector<index_t> valid = {},
                  caller here = caller::here())
         : thd(std::vector<index_t>(offsets.begin(), offsets.end()), std::move(valid), here) {}
 
@@ -148,10 +149,12 @@ public:
     static thd from_lengths(R const& lengths, caller here = caller::here()) {
         return from_lengths(numbers("thd::from_lengths", "length of sequence ", lengths, here), here);
     }
-
+    static thd from_lengths(std::initializer_list<detail::listed_tokens> lengths, caller here = caller::here()) {
+        return from_lengths(std::vector<index_t>(lengths.begin(), lengths.end()), here);
+    }
     template <class X = detail::any>
         requires(!integers<X>)
-    static thd from_lengths(X const& = {}, detail::any = {}) {
+    static thd from_lengths(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
         not_integers<X>();
         return {};
     }

@@ -24,10 +24,10 @@ public:
         product(where, "tokens times ranks", {batch_.tokens(), ranks_.get()}, here);
     }
     template <class X>
-        requires(!std::derived_from<X, every_row_sharding>)
-    explicit every_row_sharding(X const&) {
+    static every_row_sharding const& unfit() {
         static_assert(never<X>, "cpx: replicated<W> wants a cpx::thd, and head_sharded<W> its sections, too; before "
-                                "them the number of ranks if the type does not tell it");
+                                "them the number of ranks if the type does not tell it; shard() takes neither");
+        throw;
     }
     int ranks() const { return ranks_.get(); }
     thd const& batch() const { return batch_; }
@@ -77,10 +77,11 @@ public:
 
     template <class X = detail::any>
         requires(!std::derived_from<X, head_sharded>)
-    explicit head_sharded(X const& x = {}, detail::any = {}, detail::any = {}, detail::any = {})
-        : detail::every_row_sharding<W>(x) {}
+    explicit head_sharded(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {})
+        : detail::every_row_sharding<W>(head_sharded::template unfit<detail::whatever<X>>()) {}
     template <class X>
-    head_sharded(std::initializer_list<section>, X const& x, detail::any = {}) : detail::every_row_sharding<W>(x) {}
+    head_sharded(std::initializer_list<section>, X const&, detail::any = {})
+        : detail::every_row_sharding<W>(head_sharded::template unfit<detail::whatever<X>>()) {}
 
     std::span<section const> sections() const { return *sections_; }
 
@@ -128,11 +129,19 @@ public:
 
     template <class X = detail::any>
         requires(!std::derived_from<X, replicated>)
-    explicit replicated(X const& x = {}, detail::any = {}, detail::any = {}, detail::any = {})
-        : detail::every_row_sharding<W>(x) {}
+    explicit replicated(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {})
+        : detail::every_row_sharding<W>(replicated::template unfit<detail::whatever<X>>()) {}
 
     std::span<section const> sections() const { return {}; }
     range heads(int, index_t heads) const { return {0, heads}; }
 };
+
+/// As if one were made of nothing: of one that has been, made for `shard` in its call, no more is said.
+template <auto = 0, class B, class P>
+    requires std::derived_from<P, detail::every_row_sharding<P::static_ranks>>
+detail::refused shard(B const&, P const&, detail::any = {}) {
+    P::template unfit<detail::any>();
+    return {};
+}
 
 } // namespace cpx

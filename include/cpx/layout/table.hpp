@@ -6,6 +6,7 @@
 #include <cpx/layout/concept.hpp>
 
 #include <cstddef>
+#include <initializer_list>
 #include <memory>
 #include <vector>
 
@@ -16,7 +17,6 @@ namespace cpx {
 /// For dispatchers that balance load at run time, such as MagiAttention's (there: over the batch).
 class table {
 public:
-    table() = delete; // which says less than a sentence, but is no default constructor to who asks for one
     /// Throws `cpx::error` that names the first chunk whose owner is not a rank.
     table(int ranks, std::vector<int> owners, caller here = caller::here()) : ranks_(ranks) {
         require(ranks > 0, "table", "ranks", "at least 1", ranks, here);
@@ -34,10 +34,14 @@ public:
                 layout<L> // last, because for a table it would ask for this class, which is not complete
     explicit table(L const& l, caller here = caller::here()) : table(l.ranks(), owners_of(l), here) {}
 
+    template <class X = detail::any>
+        requires(!std::same_as<X, table>) && (!layout<X>)
+    explicit table(X const& = {}, detail::any = {}, detail::any = {}) {
+        unfit<X>();
+    }
     template <class X = void>
-    explicit table(detail::any, detail::any = {}, detail::any = {}) {
-        static_assert(detail::never<X>, "cpx: table wants the number of ranks and the rank of every chunk: "
-                                        "table(2, {0, 1, 1, 0}); or another layout");
+    explicit table(std::initializer_list<int>) {
+        unfit<X>();
     }
 
     int ranks() const { return ranks_; }
@@ -46,6 +50,11 @@ public:
     friend bool operator==(table const& a, table const& b) { return a.ranks_ == b.ranks_ && *a.owners_ == *b.owners_; }
 
 private:
+    template <class X>
+    static void unfit() {
+        static_assert(detail::never<X>, "cpx: table wants the number of ranks and the rank of every chunk: "
+                                        "table(2, {0, 1, 1, 0}); or another layout");
+    }
     template <layout L>
     static std::vector<int> owners_of(L const& l) {
         std::vector<int> owners;

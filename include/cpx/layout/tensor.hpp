@@ -64,10 +64,10 @@ public:
         sharding_ = sharding;
         count_ = count;
     }
-    template <class X>
-        requires(!std::convertible_to<X const&, S const&>)
-    void hold(X const&) {
-        unfit<X>();
+    template <class... X>
+        requires(!detail::takes<void(S const&), X...>)
+    void hold(X&&...) {
+        unfit<X...>();
     }
 
     rows<T> data() & { return {values_.data(), count_, width_}; }
@@ -104,6 +104,24 @@ public:
         ends<X>();
         throw;
     }
+    template <class... X>
+        requires(!detail::takes<void(index_t, index_t), X...>)
+    detail::refused columns(X&&...) const {
+        static_assert(detail::never<X...>, "cpx: columns(first, width) wants two numbers: columns of the tensor");
+        return {};
+    }
+    template <class X, class... More>
+    detail::refused view(X const&, More const&...) const {
+        return of_all<X>();
+    }
+    template <class X, class... More>
+    detail::refused data(X const&, More const&...) const {
+        return of_all<X>();
+    }
+    template <class X, class... More>
+    detail::refused elements(X const&, More const&...) const {
+        return of_all<X>();
+    }
     operator sharded<T, S, M>() & { return view(); }
     operator sharded<T const, S, M>() const& { return view(); }
     operator sharded<T const, S, M>() const&& = delete;
@@ -128,11 +146,18 @@ public:
     std::vector<T> read(caller here = caller::here()) const { return memory_.read(elements(), here); }
 
 private:
-    template <class X>
+    template <class... X>
     static tensor& unfit() {
-        static_assert(detail::never<X>, "cpx: a tensor is made of a sharding of its type, a rank and a width; rows of "
-                                        "another sharding come by exchange(x, sharding, comm)");
+        static_assert(detail::never<X...>,
+                      "cpx: a tensor is made of a sharding of its type, a rank and a width; rows of "
+                      "another sharding come by exchange(x, sharding, comm)");
         throw;
+    }
+    template <class X>
+    static detail::refused of_all() {
+        static_assert(detail::never<X>, "cpx: view(), data() and elements() are of the whole tensor and want nothing; "
+                                        "columns(first, width) is of some columns, data().sub(first, count) of rows");
+        return {};
     }
     template <class X>
     static void ends() {

@@ -6,6 +6,8 @@
 #include <cpx/ops/local/attention.hpp>
 #include <cpx/plan/segments.hpp>
 
+#include <concepts>
+
 namespace cpx {
 
 namespace cuda {
@@ -165,6 +167,12 @@ detail::refused attention(X const& = {}, Y1 const& = {}, Y2 const& = {}, detail:
                   "cpx: attention(q, k, v, heads, scale, o) wants tensors q, k, v and o, and then "
                   "perhaps rows for lse; view other memory as sharded(rows, sharding, rank)");
     return {};
+}
+template <class X, class Y1, class Y2, class Y3 = detail::any, class O = attention_heads>
+    requires std::same_as<O, attention_heads>
+detail::refused attention(X const& q, Y1 const& k, Y2 const& v, O const&, detail::any = {}, Y3 const& o = {},
+                          detail::any = {}, detail::any = {}) {
+    return attention(q, k, v, detail::any(), detail::any(), o);
 }
 
 } // namespace cpx

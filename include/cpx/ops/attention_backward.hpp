@@ -6,6 +6,8 @@
 #include <cpx/ops/local/attention_backward.hpp>
 #include <cpx/ops/shared_heads.hpp>
 
+#include <concepts>
+
 namespace cpx {
 
 /// What the backward of `attention` must know of this rank's queries.
@@ -187,6 +189,12 @@ detail::refused attention_backward_queries(detail::any, X const&, detail::any = 
                   "dout, lse and delta, and tensors; view other memory as sharded(rows, sharding, rank)");
     return {};
 }
+template <class X, class O = attention_heads>
+    requires std::same_as<O, attention_heads>
+detail::refused attention_backward_queries(detail::any, X const& k, detail::any, O const&, detail::any = {},
+                                           detail::any = {}, detail::any = {}) {
+    return attention_backward_queries(detail::any(), k);
+}
 
 namespace detail {
 
@@ -300,6 +308,12 @@ detail::refused attention_backward_keys(detail::any, X const&, detail::any = {},
         "cpx: attention_backward_keys(queries, k, v, heads, scale, dk, dv, comm) wants attention_queries of q, dout, "
         "lse and delta, tensors, and a cpx::transport; view other memory as sharded(rows, sharding, rank)");
     return {};
+}
+template <class X, class O = attention_heads>
+    requires std::same_as<O, attention_heads>
+detail::refused attention_backward_keys(detail::any, X const& k, detail::any, O const&, detail::any = {},
+                                        detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
+    return attention_backward_keys(detail::any(), k);
 }
 
 } // namespace cpx

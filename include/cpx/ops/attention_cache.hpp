@@ -11,6 +11,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <concepts>
 #include <cstdint>
 
 namespace cpx {
@@ -44,6 +45,10 @@ public:
     template <class X = void>
     explicit attention_cache(detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {})
         : attention_cache(unfit<X>()) {}
+    template <class O = attention_heads>
+        requires std::same_as<O, attention_heads>
+    explicit attention_cache(O const&, detail::any = {}, detail::any = {}, detail::any = {})
+        : attention_cache(unfit<O>()) {}
 
     /// Appends the keys and values of a batch in which sequences go on, those of no token by none. k, v: (rows, key
     /// heads * dim) of the heads of this rank. Rows behind a sequence's valid length are not kept.
@@ -58,7 +63,7 @@ public:
         if constexpr (fits) keep<sharding_of<K>>(k.view(), v.view(), here);
     }
     template <class X = detail::any>
-    detail::refused append(X const& = {}, detail::any = {}, detail::any = {}) {
+    detail::refused append(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
         static_assert(detail::never<X>, "cpx: append(k, v) wants two tensors; view other memory as sharded(rows, "
                                         "sharding, rank)");
         return {};
@@ -153,6 +158,9 @@ private:
 template <class X = void>
 attention_cache(detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {})
     -> attention_cache<detail::untold>;
+template <class O = attention_heads>
+    requires std::same_as<O, attention_heads>
+attention_cache(O const&, detail::any = {}, detail::any = {}, detail::any = {}) -> attention_cache<detail::untold>;
 
 /// Attention of a batch in which sequences go on, over what `attention_cache`s keep: of this batch, appended before,
 /// and of all before it. Made once a batch, for all layers.

@@ -155,6 +155,9 @@ public:
     template <class X = detail::any>
     explicit gated_delta_net(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {})
         : gated_delta_net(unfit<X>()) {}
+    template <class X, class A = gated_delta_net_config, class B = gated_delta_net_config>
+        requires std::same_as<A, gated_delta_net_config> || std::same_as<B, gated_delta_net_config>
+    explicit gated_delta_net(X const&, A const&, B const& = {}, detail::any = {}) : gated_delta_net(unfit<X>()) {}
 
     gated_delta_net_config const& config() const { return mixer_.config; }
     int rank() const { return mixer_.rank(); }
@@ -323,8 +326,16 @@ private:
     detail::gated_delta_mixer<How, Mix> mixer_;
     [[no_unique_address]] std::conditional_t<std::same_as<S, Mix>, nothing, four_moves> moves_;
 };
-template <class X = detail::any>
-gated_delta_net(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {})
+// `A const&` is less special than what the constructors want, and so is no choice where that is in braces.
+template <class X = detail::any, class A = detail::any>
+gated_delta_net(X const& = {}, A const& = {}, detail::any = {}, detail::any = {}, detail::any = {})
+    -> gated_delta_net<scan, sharding<sequential<1>>, replicated<1>>;
+template <class X>
+gated_delta_net(X const&, gated_delta_net_config const&)
+    -> gated_delta_net<scan, sharding<sequential<1>>, replicated<1>>;
+template <class X, class A, class O = gated_delta_net_config>
+    requires std::same_as<O, gated_delta_net_config>
+gated_delta_net(X const&, A const&, O const&, detail::any = {})
     -> gated_delta_net<scan, sharding<sequential<1>>, replicated<1>>;
 
 } // namespace cpx

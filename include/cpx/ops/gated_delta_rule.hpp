@@ -162,5 +162,11 @@ detail::refused gated_delta_rule(Plan const& = {}, Y const& = {}, detail::any = 
                   "cpx::transport; make the plan with carry<scan>(q.sharding(), ...)");
     return {};
 }
+template <class Plan, class Y, class H = delta_rule_heads, class O = delta_rule_options>
+    requires std::same_as<H, delta_rule_heads> && std::same_as<O, delta_rule_options>
+detail::refused gated_delta_rule(Plan const& plan, Y const& t, H const&, O const& = {}, detail::any = {},
+                                 detail::any = {}) {
+    return gated_delta_rule(plan, t);
+}
 
 } // namespace cpx

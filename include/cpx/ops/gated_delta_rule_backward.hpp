@@ -4,6 +4,8 @@
 
 #include <cpx/ops/gated_delta_rule.hpp>
 
+#include <concepts>
+
 namespace cpx {
 
 /// What goes into and comes out of the backward of a gated delta rule, as in `recurrence_gradients`.
@@ -79,6 +81,12 @@ detail::refused gated_delta_rule_backward(Plan const& = {}, Y1 const& = {}, Y2 c
                   "delta_rule_gradient_tensors, heads, options and a cpx::transport; make the plan with "
                   "carry<scan>(q.sharding(), ...)");
     return {};
+}
+template <class Plan, class Y1, class Y2, class H = delta_rule_heads, class O = delta_rule_options>
+    requires std::same_as<H, delta_rule_heads> && std::same_as<O, delta_rule_options>
+detail::refused gated_delta_rule_backward(Plan const& plan, Y1 const& t, Y2 const& to, H const&, O const& = {},
+                                          detail::any = {}, detail::any = {}) {
+    return gated_delta_rule_backward(plan, t, to);
 }
 
 } // namespace cpx

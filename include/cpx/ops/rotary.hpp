@@ -7,6 +7,8 @@
 #include <cpx/ops/mrope.hpp>
 #include <cpx/plan/segments.hpp>
 
+#include <concepts>
+
 namespace cpx {
 
 /// Rotates every row by its token: positions begin at 0 in every sequence, wherever the row lives.
@@ -90,6 +92,11 @@ detail::refused rotary(X const& = {}, detail::any = {}, detail::any = {}, Y1 con
                   "pairs, y) sharded_positions first; view other memory as sharded(rows, sharding, rank)");
     return {};
 }
+template <class X, class Y, class O = rotary_options>
+    requires std::same_as<O, rotary_options>
+detail::refused rotary(X const& x, detail::any, O const&, Y const& y, detail::any = {}) {
+    return rotary(x, detail::any(), detail::any(), y);
+}
 
 /// Computes dx from dy, the gradients of `rotary`: rotates back. Arguments and errors as there; dx may be dy.
 template <any_sharding S, sharded_like X, sharded_like Y>
@@ -106,6 +113,11 @@ detail::refused rotary_backward(X const& = {}, detail::any = {}, detail::any = {
         "cpx: rotary_backward(dy, head_dim, options, dx) wants tensors dy and dx, and rotary_backward(positions, dy, "
         "head_dim, pairs, dx) sharded_positions first; view other memory as sharded(rows, sharding, rank)");
     return {};
+}
+template <class X, class Y, class O = rotary_options>
+    requires std::same_as<O, rotary_options>
+detail::refused rotary_backward(X const& x, detail::any, O const&, Y const& y, detail::any = {}) {
+    return rotary_backward(x, detail::any(), detail::any(), y);
 }
 
 } // namespace cpx

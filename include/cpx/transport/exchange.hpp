@@ -223,12 +223,11 @@ detail::refused exchange(Plan const&, X const&, Y&&, Comm&, caller = caller::her
     return {};
 }
 template <class Plan, class X>
-std::conditional_t<sharded_anywhere<X>, X, detail::refused> exchange(Plan const&, X const&, detail::any = {},
-                                                                     detail::any = {}) {
+detail::refused exchange(Plan const&, X const&, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<Plan, X>,
                   "cpx: exchange(plan, x, comm) wants a relayout_plan, a tensor and a cpx::transport, and exchange(x, "
                   "sharding, comm) a tensor, a sharding and a cpx::transport; give other plans rows and a target");
-    throw;
+    return {};
 }
 template <class Spelled = detail::any, class Plan = Spelled>
 detail::refused exchange(Plan const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},

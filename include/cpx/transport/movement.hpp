@@ -390,5 +390,10 @@ detail::refused make_movement(X const& = {}, detail::any = {}, detail::any = {},
                                     "make_movement<T>(plan, width, capacity, comm) a plan, and a cpx::transport");
     return {};
 }
+template <class T, class X, class Most = capacity>
+    requires std::same_as<Most, capacity>
+detail::refused make_movement(X const& from, detail::any, detail::any, Most const&, detail::any = {}) {
+    return make_movement<T>(from);
+}
 
 } // namespace cpx

@@ -18,6 +18,19 @@
 
 namespace cpx {
 
+class threads;
+
+namespace detail {
+
+template <class X>
+threads&& unstarted_threads() {
+    static_assert(never<X>, "cpx: threads of one process are started together, threads::run(ranks, program) "
+                            "with [&](cpx::threads& comm) { ... }, or are ranks of a threads::group");
+    throw;
+}
+
+} // namespace detail
+
 /// One rank of a group of threads. Messages are copied once, from the sender's rows to the receiver's.
 ///
 ///     cpx::threads::run(4, [&](cpx::threads& comm) { ... every rank's program ... });
@@ -53,7 +66,8 @@ public:
     threads(threads const&) = delete; // a copy would not know what its rank has agreed on afterwards
     threads& operator=(threads const&) = delete;
     template <class X = detail::any>
-    explicit threads(X const& = {}, detail::any = {}, detail::any = {}) : threads(unstarted<X>()) {}
+    explicit threads(X const& = {}, detail::any = {}, detail::any = {})
+        : threads(detail::unstarted_threads<detail::whatever<X>>()) {}
 
     int rank() const { return rank_; }
     int ranks() const { return static_cast<int>(world_.members.size()); }
@@ -99,14 +113,6 @@ public:
 private:
     struct world;
     class turn;
-
-    template <class X>
-    static threads&& unstarted() {
-        static_assert(detail::never<X>,
-                      "cpx: threads of one process are started together, threads::run(ranks, program) "
-                      "with [&](cpx::threads& comm) { ... }, or are ranks of a threads::group");
-        throw;
-    }
 
     /// As `run`, compiled once for all programs.
     static void run_all(int ranks, detail::function_ref<void(threads&)> program, std::chrono::milliseconds deadline,
@@ -328,6 +334,18 @@ private:
 };
 
 static_assert(transport<threads>);
+
+/// As if nobody had started them: of threads that a call makes for itself no more is said.
+template <class Plan, class X>
+detail::refused exchange(Plan const&, X const&, threads&&) {
+    detail::unstarted_threads<detail::any>();
+    return {};
+}
+template <class Plan, class X, class Y>
+detail::refused exchange(Plan const&, X const&, Y const&, threads&&) {
+    detail::unstarted_threads<detail::any>();
+    return {};
+}
 
 /// The same ranks on threads that the caller starts: those of another language, or of a pool.
 ///

@@ -9,39 +9,82 @@
 
 #include <algorithm>
 #include <cmath>
+#include <concepts>
 
 namespace cpx {
 
-template <class T>
+template <std::floating_point T>
 CPX_HOST_DEVICE T sigmoid(T x) {
     return 1 / (1 + std::exp(-x));
 }
 
 /// Returns `x * sigmoid(x)`, for every finite x.
-template <class T>
+template <std::floating_point T>
 CPX_HOST_DEVICE T silu(T x) {
     return x / (1 + std::exp(-x));
 }
 
 /// Returns `log(1 + exp(x))` without overflow. Exact also above 20, where torch returns x itself.
-template <class T>
+template <std::floating_point T>
 CPX_HOST_DEVICE T softplus(T x) {
     return (x > 0 ? x : T(0)) + std::log1p(std::exp(-std::abs(x)));
 }
 
 /// Return the gradient of x, given that of the function's value.
-template <class T>
+template <std::floating_point T>
 CPX_HOST_DEVICE T sigmoid_backward(T x, T dy) {
     return dy * sigmoid(x) * sigmoid(-x);
 }
-template <class T>
+template <std::floating_point T>
 CPX_HOST_DEVICE T silu_backward(T x, T dy) {
     T const s = sigmoid(x);
     return dy * (s * (1 + x * (1 - s)));
 }
-template <class T>
+template <std::floating_point T>
 CPX_HOST_DEVICE T softplus_backward(T x, T dy) {
     return dy * sigmoid(x);
+}
+
+namespace detail {
+
+template <class X>
+refused no_number() {
+    static_assert(never<X>, "cpx: sigmoid, silu and softplus, and their backwards, are of one float or double; "
+                            "silu_mul<T>(gate, up, y) is of rows");
+    return {};
+}
+
+} // namespace detail
+
+template <class X>
+    requires(!std::floating_point<X>)
+detail::refused sigmoid(X const&) {
+    return detail::no_number<X>();
+}
+template <class X>
+    requires(!std::floating_point<X>)
+detail::refused silu(X const&) {
+    return detail::no_number<X>();
+}
+template <class X>
+    requires(!std::floating_point<X>)
+detail::refused softplus(X const&) {
+    return detail::no_number<X>();
+}
+template <class X, class Y>
+    requires(!std::floating_point<X>)
+detail::refused sigmoid_backward(X const&, Y const&) {
+    return detail::no_number<X>();
+}
+template <class X, class Y>
+    requires(!std::floating_point<X>)
+detail::refused silu_backward(X const&, Y const&) {
+    return detail::no_number<X>();
+}
+template <class X, class Y>
+    requires(!std::floating_point<X>)
+detail::refused softplus_backward(X const&, Y const&) {
+    return detail::no_number<X>();
 }
 
 /// What operators compute of an element or a row, for `for_each_element` of any memory. Arguments are not checked.

@@ -8,7 +8,9 @@
 
 #include <algorithm>
 #include <cmath>
+#include <concepts>
 #include <span>
+#include <utility>
 #include <vector>
 
 namespace cpx {
@@ -51,9 +53,20 @@ struct rotary_pairs {
     /// Radians from one position to the next, such as `rotary_frequencies` or a model's own. Channel i of a head is
     /// paired with i + frequencies.size().
     std::vector<T> frequencies;
-    std::vector<int> axes = {}; ///< a pair, of `rotary_axes`; none: all turn by the first axis
+    std::vector<int> axes; ///< a pair, of `rotary_axes`; none: all turn by the first axis
     rounding how = rounding::fp32_inside;
+
+    rotary_pairs() = default;
+    rotary_pairs(std::vector<T> f, std::vector<int> a = {}, rounding r = rounding::fp32_inside)
+        : frequencies(std::move(f)), axes(std::move(a)), how(r) {}
+    template <class X = void>
+    explicit rotary_pairs(detail::any, detail::any = {}, detail::any = {}, detail::any = {}) {
+        static_assert(detail::never<X>, "cpx: rotary_pairs<T>{frequencies, axes, how} wants a vector of T, such as "
+                                        "rotary_frequencies<T>(options), axes of int, and a rounding");
+    }
 };
+template <class X>
+rotary_pairs(X const&, detail::any = {}, detail::any = {}, detail::any = {}) -> rotary_pairs<detail::refused>;
 
 namespace detail {
 
@@ -290,6 +303,15 @@ detail::refused rotary(X&&...) {
                   "want rows of T, not const where they are written; take rows with view() or data()");
     return {};
 }
+template <class T> // with lists in braces
+detail::refused rotary(detail::any, detail::any, detail::any, detail::any, detail::any, detail::any = {}) {
+    return rotary<T>(detail::any());
+}
+template <class T, class O = rotary_options>
+    requires std::same_as<O, rotary_options>
+detail::refused rotary(detail::any, detail::any, detail::any, O const&, detail::any, detail::any = {}) {
+    return rotary<T>(detail::any());
+}
 template <class T, class... X>
     requires(!detail::takes_rotary<T, X...>)
 detail::refused rotary_backward(X&&...) {
@@ -297,6 +319,15 @@ detail::refused rotary_backward(X&&...) {
                   "cpx: rotary_backward<T>(dy, head_dim, cos, sin, dx), (.., positions, pairs, dx) and (.., positions, "
                   "options, dx) want rows of T, not const where they are written; take rows with view() or data()");
     return {};
+}
+template <class T>
+detail::refused rotary_backward(detail::any, detail::any, detail::any, detail::any, detail::any, detail::any = {}) {
+    return rotary_backward<T>(detail::any());
+}
+template <class T, class O = rotary_options>
+    requires std::same_as<O, rotary_options>
+detail::refused rotary_backward(detail::any, detail::any, detail::any, O const&, detail::any, detail::any = {}) {
+    return rotary_backward<T>(detail::any());
 }
 
 } // namespace cpx
