@@ -3,8 +3,8 @@
 #pragma once
 
 #include <cpx/transport/gather.hpp>
+#include <cpx/transport/host_page.hpp>
 #include <cpx/transport/nccl_environment.hpp>
-#include <cpx/transport/nccl_found.hpp>
 #include <cpx/transport/nccl_join.hpp>
 #include <cpx/transport/roll_call.hpp>
 
@@ -202,9 +202,9 @@ public:
     /// Returns a number for every rank, for kernels to write: not 0 if it moves rows by another plan, as the next wait
     /// reports.
     std::uint32_t* others(caller here = caller::here()) {
-        auto* const numbers = others_.numbers(ranks_);
-        require(numbers != nullptr, "nccl", "cudaHostAlloc", "success", "a failure", here);
-        return numbers;
+        if (!others_) others_ = detail::host_page<std::uint32_t>(ranks_);
+        require(others_ != nullptr, "nccl", "cudaHostAlloc", "success", "a failure", here);
+        return others_.get();
     }
 
     /// Runs `f()`, a call of NCCL's that may wait for other ranks, and returns its result. Throws `cpx::error` if the
@@ -238,7 +238,8 @@ public:
               std::function<bool()> const& over = {}) {
         wait_until([&] { return over && over() ? cudaSuccess : cudaStreamQuery(stream); }, deadline, here);
         std::string names;
-        for (int const r : others_.take()) names += ' ' + std::to_string(number(r));
+        for (int r = 0; others_ && r < ranks_; ++r) // the device has done what was to find them
+            if (std::exchange(others_.get()[r], 0u)) names += ' ' + std::to_string(number(r));
         if (!names.empty())
             throw error("nccl", "plan by which rows move", "that of this rank",
                         "another on ranks" + names + present_->differences(), here);
@@ -389,7 +390,7 @@ private:
     std::shared_ptr<roll_call> present_;
     std::vector<std::shared_ptr<roll_call>> above_; ///< of the communicators that this one was split from
     std::string broken_;
-    detail::found_ranks others_; ///< that move rows by another plan
+    std::shared_ptr<std::uint32_t> others_; ///< of every rank, see `others`, once asked for
     std::optional<detail::joining_comm> joining_;
     std::unique_ptr<detail::watched_comm> comm_; ///< once it has joined
 };
