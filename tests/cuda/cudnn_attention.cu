@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <cpx/cuda/attention_calls.hpp>
+#include <cpx/cuda/attention.hpp>
 #include <cpx/cuda/cudnn_attention.hpp>
 
 #include <doctest/doctest.h>

@@ -142,9 +142,7 @@ private:
         auto const [at, fresh] = graphs_.try_emplace(shape);
         if (fresh) at->second = built(shape);
         if (!at->second) return false;
-        auto const numbers = tables(shape, t.runs);
-        auto on_device = t.in.template room<index_t>(std::ssize(numbers));
-        write_numbers(numbers, on_device.data(), t.in.stream(), here);
+        auto on_device = numbers_on_device(t.in, tables(shape, t.runs), here);
         std::unordered_map<index_t, void*> pointers{
             {detail::cudnn_q, const_cast<T*>(t.q.data())}, {detail::cudnn_k, const_cast<T*>(t.k.data())},
             {detail::cudnn_v, const_cast<T*>(t.v.data())}, {detail::cudnn_o, t.o.data()},

@@ -40,12 +40,11 @@ void gated_delta_rule_step(gated_delta_rule_shape const& shape,
         Erases ? named_range<"cpx gated_delta_rule_step">() : named_range<"cpx head_decay_attention_step">();
     require_delta_rows<Erases>(where, shape, in, here);
     index_t const count = in.k.count(), width = shape.value_heads * shape.key_dim * shape.value_dim;
-    require_rows(where, "o", o, count, shape.value_heads * shape.value_dim, here);
+    require_rows(where, {{"o", o, count, shape.value_heads * shape.value_dim}}, here);
     require(std::ssize(states) % width == 0 && (!in.slots.empty() || std::ssize(states) == count * width), where,
             "size of states", in.slots.empty() ? count * width : width, states.size(), here);
-    require_memory(where, "states", states, here);
     require(in.slots.empty() || std::ssize(in.slots) == count, where, "size of slots", count, in.slots.size(), here);
-    require_memory(where, "slots", in.slots, here);
+    require_memory(where, {{"states", states}, {"slots", in.slots}}, here);
     require(shape.value_heads <= 65535, where, "value heads", "at most 65535", shape.value_heads, here);
     require_apart(where, std::array{operand("o", o), operand("states", states)},
                   std::array{operand("q", in.q), operand("k", in.k), operand("v", in.v), operand("g", in.g),

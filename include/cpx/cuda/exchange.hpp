@@ -325,7 +325,7 @@ private:
                         std::to_string(b.stride()), here);
         require(b.count() == 0 || detail::address(b.data()) % 16 == 0, where, "alignment of the buffer", "16 bytes",
                 detail::address(b.data()) % 16, here);
-        detail::require_memory(where, which, b, here);
+        detail::require_memory(where, {{which, b}}, here);
     }
     /// Gives all messages to the stream; `place`: returns where one is and its bytes. With the first to a rank, after
     /// plans were set, goes the word. Returns whether words come.

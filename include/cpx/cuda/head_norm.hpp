@@ -20,20 +20,21 @@ template <class T>
 void norm_given(char const* where, norm_input<T> const& n, caller here) {
     require(n.dim() > 0 && n.x.width() % n.dim() == 0, where, "width of x",
             "a multiple of the size of weight, " + std::to_string(n.dim()), n.x.width(), here);
-    require_rows(where, "x", n.x, n.x.count(), n.x.width(), here);
-    if (n.z.data()) require_rows(where, "z", n.z, n.x.count(), n.x.width(), here);
-    require_rows(where, "weight", n.weight, 1, n.dim(), here);
+    require_rows(where, {{"x", n.x}, {"weight", n.weight, 1, n.dim()}}, here);
+    if (n.z.data()) require_rows(where, {{"z", n.z, n.x.count(), n.x.width()}}, here);
 }
 
-/// Launches a warp for each row.
-template <class... P>
-void launch_rows(char const* where, void (*kernel)(P...), index_t count, cudaStream_t stream, caller here,
-                 std::type_identity_t<P>... arguments) {
+/// Launches a warp for each row: `vectors` by lanes, where there are some, else `any`.
+template <class Vectors, class Any, class... X>
+void launch_rows(char const* where, Vectors vectors, Any any, kernels::norm_lanes by, index_t count,
+                 cudaStream_t stream, caller here, X const&... arguments) {
     index_t const blocks = (count + 7) / 8;
     require(blocks < index_t{1} << 31, where, "rows", "less than 2^34", count, here);
     if (blocks == 0) return;
-    kernel<<<static_cast<unsigned>(blocks), dim3(32, 8), 0, stream>>>(arguments...);
-    check(cudaGetLastError(), where, here);
+    if (by.lanes > 0)
+        launch(vectors, dims(blocks), dim3(32, 8), 0, stream, where, here, arguments..., by);
+    else
+        launch(any, dims(blocks), dim3(32, 8), 0, stream, where, here, arguments...);
 }
 
 } // namespace detail
@@ -49,15 +50,13 @@ void normalise_rows(norm_input<T> const& n, std::type_identity_t<rows<T>> y, cud
                     caller here = caller::here()) {
     char const* const where = "cuda::normalise_rows";
     detail::norm_given(where, n, here);
-    detail::require_rows(where, "y", y, n.x.count(), n.x.width(), here);
+    detail::require_rows(where, {{"y", y, n.x.count(), n.x.width()}}, here);
     detail::require_apart(where, {{"y", y}}, {{"x", n.x}, {"z", n.z}}, here, detail::in_place::yes);
     detail::require_apart(where, {{"y", y}}, {{"weight", n.weight}}, here);
     rows<T const> const z = n.z.data() ? n.z : n.x;
     auto const by = kernels::norm_lanes_of<T>(n.dim(), detail::row_vector(n.x, z, n.weight, y) == 16);
-    if (by.lanes > 0)
-        detail::launch_rows(where, kernels::normalise_rows<T>, n.x.count(), stream, here, n, y, by);
-    else
-        detail::launch_rows(where, kernels::normalise_any_rows<T>, n.x.count(), stream, here, n, y);
+    detail::launch_rows(where, kernels::normalise_rows<T>, kernels::normalise_any_rows<T>, by, n.x.count(), stream,
+                        here, n, y);
 }
 
 /// Computes the gradients of x and, with z, of z, and adds to each row of `terms`, (rows, dim), what that row adds to
@@ -68,21 +67,17 @@ void normalise_rows_backward(norm_input<T> const& n, std::type_identity_t<rows<T
                              cudaStream_t stream, caller here = caller::here()) {
     char const* const where = "cuda::normalise_rows_backward";
     detail::norm_given(where, n, here);
-    detail::require_rows(where, "dy", dy, n.x.count(), n.x.width(), here);
-    detail::require_rows(where, "dx", dx, n.x.count(), n.x.width(), here);
-    if (n.z.data()) detail::require_rows(where, "dz", dz, n.x.count(), n.x.width(), here);
-    detail::require_rows(where, "terms", terms, n.x.count(), n.dim(), here);
+    index_t const count = n.x.count(), width = n.x.width();
+    detail::require_rows(where, {{"dy", dy, count, width}, {"dx", dx, count, width}}, here);
+    if (n.z.data()) detail::require_rows(where, {{"dz", dz, count, width}}, here);
+    detail::require_rows(where, {{"terms", terms, count, n.dim()}}, here);
     detail::require_apart(where, {{"dx", dx}}, {{"dy", dy}}, here, detail::in_place::yes);
     detail::require_apart(where, {{"dx", dx}, {"dz", dz}, {"terms", terms}},
                           {{"x", n.x}, {"z", n.z}, {"weight", n.weight}}, here);
     rows<T const> const z = n.z.data() ? n.z : n.x, of_z = n.z.data() ? dz : n.x;
     auto const by = kernels::norm_lanes_of<T>(n.dim(), detail::row_vector(n.x, z, n.weight, dy, dx, of_z) == 16);
-    if (by.lanes > 0)
-        detail::launch_rows(where, kernels::normalise_rows_backward<T>, n.x.count(), stream, here, n, dy, dx, dz, terms,
-                            by);
-    else
-        detail::launch_rows(where, kernels::normalise_any_rows_backward<T>, n.x.count(), stream, here, n, dy, dx, dz,
-                            terms);
+    detail::launch_rows(where, kernels::normalise_rows_backward<T>, kernels::normalise_any_rows_backward<T>, by, count,
+                        stream, here, n, dy, dx, dz, terms);
 }
 
 } // namespace cpx::cuda

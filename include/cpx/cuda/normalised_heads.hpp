@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cpx/cuda/arguments.hpp>
+#include <cpx/cuda/launch.hpp>
 
 #include <cpx/normalised_heads.cuh>
 
@@ -19,23 +20,21 @@ void normalise_heads(rows<T const> x, index_t dim, rows<T> y, bool back, cudaStr
                      caller here = caller::here()) {
     char const* const where = "cuda::normalise_heads";
     require(dim >= 1 && x.width() % dim == 0, where, "width", "whole heads of " + std::to_string(dim), x.width(), here);
-    detail::require_rows(where, "x", x, x.count(), x.width(), here);
-    detail::require_rows(where, "y", y, x.count(), x.width(), here);
+    detail::require_rows(where, {{"x", x}, {"y", y, x.count(), x.width()}}, here);
     detail::require_apart(where, {{"y", y}}, {{"x", x}}, here);
     index_t const heads = x.width() / dim, items = x.count() * heads;
     if (items == 0) return;
     bool const whole = detail::row_vector(x, y) == 16;
     auto const by = kernels::norm_lanes_of<T>(dim, whole);
-    if (by.lanes > 0 && x.count() < index_t{1} << 33) {
-        kernels::normalise_heads<T><<<static_cast<unsigned>((x.count() + 7) / 8), dim3(32, 8), 0, stream>>>(
-            x.data(), x.stride(), y.data(), y.stride(), x.count(), x.width(), static_cast<int>(dim), back, by);
-    } else {
-        auto const blocks = static_cast<unsigned>(std::min<index_t>((items + 7) / 8, 4096));
-        kernels::normalise_any_heads<T><<<blocks, dim3(32, 8), 0, stream>>>(x.data(), x.stride(), y.data(), y.stride(),
-                                                                            x.count(), static_cast<int>(heads),
-                                                                            static_cast<int>(dim), back);
-    }
-    check(cudaGetLastError(), "normalise_heads", here);
+    int const columns = static_cast<int>(dim);
+    if (by.lanes > 0 && x.count() < index_t{1} << 33)
+        launch(kernels::normalise_heads<T>, detail::dims((x.count() + 7) / 8), dim3(32, 8), 0, stream,
+               "normalise_heads", here, x.data(), x.stride(), y.data(), y.stride(), x.count(), x.width(), columns, back,
+               by);
+    else
+        launch(kernels::normalise_any_heads<T>, detail::dims(std::min<index_t>((items + 7) / 8, 4096)), dim3(32, 8), 0,
+               stream, "normalise_heads", here, x.data(), x.stride(), y.data(), y.stride(), x.count(),
+               static_cast<int>(heads), columns, back);
 }
 
 } // namespace cpx::cuda

@@ -158,8 +158,7 @@ public:
             offset >= 0 && offset + target_bytes() <= memory.bytes, where, "bytes of the target",
             [&] { return "at most those after the offset, " + std::to_string(memory.bytes - offset); }, target_bytes(),
             here);
-        detail::require_memory(where, "source", from, here);
-        detail::require_memory(where, "offsets", batch, here);
+        detail::require_memory(where, {{"source", from}, {"offsets", batch}}, here);
         std::span const target(memory.base[memory.meeting.rank] + offset, static_cast<std::size_t>(target_bytes()));
         detail::require_apart(where, {{"target", target}}, {{"source", from}, {"offsets", batch}}, here);
         int most = 0;

@@ -110,7 +110,7 @@ public:
             require(std::ssize(offsets) == sequences + 1, where, "offsets", sequences + 1, offsets.size(), here);
             require(segments <= begins_.size(), where, "segments, empty ones too",
                     "at most " + std::to_string(begins_.size()), segments, here);
-            detail::require_memory(where, "offsets", offsets, here);
+            detail::require_memory(where, {{"offsets", offsets}}, here);
             launch_early(kernels::find_segments<P, Cut, I>, 1, 32, 0, stream, where, here, of.policy(), of.cut(), rank,
                          offsets.data(), static_cast<int>(sequences), begins_.data(), static_cast<int>(begins_.size()));
             rows_ = of.rows(rank, here);
@@ -180,8 +180,8 @@ template <gpu_number T>
 void require_rotated(char const* where, rotated<T> const& tensor, std::span<rotated<T> const> before, index_t head_dim,
                      rotary_positions const& positions, caller here) {
     auto const& [x, y] = tensor;
-    require_sizes(where, "x", x, here);
-    require_sizes(where, "y", y, here);
+    require_sizes(where, {"x", x}, here);
+    require_sizes(where, {"y", y}, here);
     require(x.count() == positions.count(), where, "rows of x",
             "as many as positions, " + std::to_string(positions.count()), x.count(), here);
     require(x.width() % head_dim == 0, where, "width of x", "a multiple of head_dim, " + std::to_string(head_dim),
@@ -222,10 +222,7 @@ kernels::rotary_call check_rotated(char const* where, std::span<rotated<T> const
         to = {reinterpret_cast<char const*>(x.data()), reinterpret_cast<char*>(y.data()), x.stride() * element,
               y.stride() * element, to.first_head};
     }
-    for (auto const& [x, y] : tensors) {
-        require_memory(where, "x", x, here);
-        require_memory(where, "y", y, here);
-    }
+    for (auto const& [x, y] : tensors) require_memory(where, {{"x", x}, {"y", y}}, here);
     if (heads > 0 && positions.count() > 0 && half > 0) {
         require_memory(where, "pairs", pairs.turns(), here);
         require_memory(where, "positions", positions.memory(), here);

@@ -41,17 +41,14 @@ struct row_shape {
 template <class T, class I, class L>
 void require_listed(char const* where, rows<T const> from, std::span<I const> list, rows<T> to, rows<L> listed,
                     char const* of, caller here, std::span<I const> order = {}) {
-    require_sizes(where, "from", from, here);
-    require_sizes(where, "to", to, here);
+    require_sizes(where, {"from", from}, here);
+    require_sizes(where, {"to", to}, here);
     require(from.width() == to.width(), where, "width of to", from.width(), to.width(), here);
     require(std::ssize(list) == listed.count(), where, "numbers in the list",
             std::string(of) + ", " + std::to_string(listed.count()), list.size(), here);
     require(order.empty() || order.size() == list.size(), where, "numbers in the order", list.size(), order.size(),
             here);
-    require_memory(where, "from", from, here);
-    require_memory(where, "to", to, here);
-    require_memory(where, "list", list, here);
-    require_memory(where, "order", order, here);
+    require_memory(where, {{"from", from}, {"to", to}, {"list", list}, {"order", order}}, here);
     require_apart(where, {{"to", to}}, {{"from", from}, {"list", list}, {"order", order}}, here);
 }
 

@@ -2,7 +2,8 @@
 // Small tables that go to a device in stream order, while the host goes on.
 #pragma once
 
-#include <cpx/cuda/runtime.hpp>
+#include <cpx/cuda/launch.hpp>
+#include <cpx/cuda/memory.hpp>
 #include <cpx/plan/lane_rectangles.hpp>
 
 #include <cpx/lane_rectangles.cuh>
@@ -55,11 +56,19 @@ inline void write_numbers(std::span<index_t const> numbers, index_t* to, cudaStr
     detail::with_room(numbers.size(), [&](auto most) {
         using items = kernels::launch_list<std::int64_t, most>;
         detail::in_launches<items>(numbers, [&](items const& part, unsigned count) {
-            kernels::write_numbers<most><<<1, 256, 0, stream>>>(part, to, static_cast<int>(count));
-            check(cudaGetLastError(), "write_numbers", here);
+            launch(kernels::write_numbers<most>, 1, 256, 0, stream, "write_numbers", here, part, to,
+                   static_cast<int>(count));
             to += count;
         });
     });
+}
+
+/// Returns such numbers in memory of their own.
+inline block<index_t> numbers_on_device(memory const& in, std::span<index_t const> numbers,
+                                        caller here = caller::here()) {
+    auto made = in.room<index_t>(std::ssize(numbers));
+    write_numbers(numbers, made.data(), in.stream(), here);
+    return made;
 }
 
 namespace detail {
@@ -100,8 +109,7 @@ public:
         with_room(numbers.size(), [&](auto room) {
             using items = kernels::launch_list<std::int64_t, room>;
             in_launches<items>(std::span<index_t const>(numbers), [&](items const& part, unsigned) {
-                kernels::list_lanes<room><<<static_cast<unsigned>(list.jobs / 8 + 1), 256, 0, stream_>>>(part);
-                check(cudaGetLastError(), "list_lanes", here);
+                launch(kernels::list_lanes<room>, dims(list.jobs / 8 + 1), 256, 0, stream_, "list_lanes", here, part);
             });
         });
     }

@@ -90,9 +90,7 @@ public:
     }
     /// Returns numbers of the host in device memory.
     block<index_t> numbers(std::span<index_t const> list, caller here) const {
-        auto made = memory().template room<index_t>(std::ssize(list));
-        write_numbers(list, made.data(), stream(), here);
-        return made;
+        return numbers_on_device(memory(), list, here);
     }
     void copy(std::vector<cpx::detail::copied<float>> const& list) const {
         std::vector<kernels::state_copy> copies;
