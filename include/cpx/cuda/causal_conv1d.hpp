@@ -22,6 +22,35 @@ namespace cpx::cuda {
 
 using cpx::activation;
 
+/// What the backward of a convolution computes: of bare rows, or of rows with their sharding (see conv_exchange.hpp).
+template <gpu_number T, class... S>
+struct causal_conv1d_gradients;
+
+/// dweight and dbias may be left empty.
+///
+/// dx: (rows, channels), written. dweight: (channels, K), dbias: (channels), this rank's share, added to what they
+/// hold: the gradient is the sum over all ranks. `workspace`, for either of them: at least
+/// `causal_conv1d_workspace(plan, channels)` elements at a multiple of 16 bytes.
+template <gpu_number T>
+struct causal_conv1d_gradients<T> {
+    field<rows<T>> dx;
+    field<rows<float>> dweight = {};
+    field<std::span<float>> dbias = {};
+    field<std::span<float>> workspace = {};
+    cpx::detail::no_more end = {};
+};
+
+/// Returns how many elements the backward of any type needs to add up dweight and dbias.
+inline index_t causal_conv1d_workspace(conv_plan const& plan, index_t channels) {
+    index_t blocks = 0;
+    for (int const vector : {1, 4, 8})
+        for (bool const parts : {false, true})
+            blocks = std::max(blocks,
+                              kernels::cut_backward(plan.multiprocessors(), plan.most_rows(), channels, vector, parts)
+                                  .most_strip_blocks);
+    return blocks * (plan.taps() + 1) * channels;
+}
+
 namespace detail {
 
 template <class... P>
@@ -156,90 +185,6 @@ void launch_edge(conv_plan const& plan, convolved<T, W> const& of, Dy const& dy,
     });
 }
 
-} // namespace detail
-
-/// Where the result of a convolution goes, or its gradient comes from: rows, or `conv_parts` of which some may be
-/// normalised by heads, as a gated delta net does with q, k and v, in one pass.
-template <class Y, class T>
-concept conv_result = std::same_as<Y, conv_parts<T>> || std::convertible_to<Y const&, rows<T>>;
-
-/// Computes `y_t = activation(bias + sum_j weight_j x_{t-K+1+j})` for every channel, with zeros before a sequence
-/// begins. For K from 1 to 8, 4 being fastest; sums are float.
-///
-/// All is in device memory. x, y: (rows, channels) of the plan's rank, not overlapping; halo: what an exchange with the
-/// plan of rows before brought, (plan.halo_rows(), channels), or empty if that is none; weight: (channels, K), bias:
-/// (channels) or empty, both float or of the elements of x. Any strides and alignment; 16 bytes are loaded at once if
-/// K is 4 and all rows begin at multiples of 16 bytes.
-/// Enqueues one kernel. The same bits on every sharding, whatever the strides. Cost: x and y through memory once.
-///
-/// Throws `cpx::error` on shapes that do not fit and memory or a plan of another device, before anything is launched.
-template <class A, class W, conv_result<std::remove_const_t<A>> Y>
-void causal_conv1d(conv_plan const& plan, rows<A> x, std::type_identity_t<rows<A const>> halo, rows<W> weight,
-                   std::type_identity_t<std::span<W const>> bias, activation act, Y const& y, cudaStream_t in,
-                   caller here = caller::here()) {
-    using T = std::remove_const_t<A>;
-    auto const result = detail::in_form<T>(y);
-    detail::convolved<T, std::remove_const_t<W>> const of{x, halo, weight, bias, act};
-    detail::check_convolution(of, detail::sizes_of(plan), result, here);
-    detail::launch_forward(plan, of, result, in, here);
-}
-
-/// Computes the edge rows of dz = dy act'(z), which an exchange with `plan.edge_exchange()` then brings to other ranks:
-/// the first half of the backward.
-///
-/// dy: (rows, channels), the gradient of y; edge: (plan.edge_rows(), channels), written, float so that dx has the same
-/// bits on every sharding; the rest as in `causal_conv1d`. Enqueues one kernel, or none if there are no such rows.
-///
-/// Throws `cpx::error` as the forward does, and if the plan has no rows after.
-template <class A, class W, conv_result<A const> Dy>
-void causal_conv1d_backward_edge(conv_plan const& plan, rows<A> x, std::type_identity_t<rows<A const>> halo,
-                                 rows<W> weight, std::type_identity_t<std::span<W const>> bias, activation act,
-                                 Dy const& dy, rows<float> edge, cudaStream_t in, caller here = caller::here()) {
-    using namespace detail;
-    using T = std::remove_const_t<A>;
-    char const* const where = "cuda::causal_conv1d_backward_edge";
-    convolved<T, std::remove_const_t<W>> const of{x, halo, weight, bias, act};
-    auto const given_dy = in_form<T const>(dy);
-    require(plan.has_backward(), where, "plan of rows after the segments", "one", "none", here);
-    of.check(where, sizes_of(plan), "dy", given_dy, here); // vectors, too: refused here, not after an exchange
-    require_rows(where, {{"edge", edge, plan.edge_rows(), weight.count()}}, here);
-    std::array const written{operand("edge", edge)};
-    of.require_apart(where, written, here);
-    require_apart(where, written, operands("dy", given_dy), here);
-    launch_edge(plan, of, given_dy, edge, in, here);
-}
-
-/// What the backward of a convolution computes: of bare rows, or of rows with their sharding (see conv_exchange.hpp).
-template <gpu_number T, class... S>
-struct causal_conv1d_gradients;
-
-/// dweight and dbias may be left empty.
-///
-/// dx: (rows, channels), written. dweight: (channels, K), dbias: (channels), this rank's share, added to what they
-/// hold: the gradient is the sum over all ranks. `workspace`, for either of them: at least
-/// `causal_conv1d_workspace(plan, channels)` elements at a multiple of 16 bytes.
-template <gpu_number T>
-struct causal_conv1d_gradients<T> {
-    field<rows<T>> dx;
-    field<rows<float>> dweight = {};
-    field<std::span<float>> dbias = {};
-    field<std::span<float>> workspace = {};
-    cpx::detail::no_more end = {};
-};
-
-/// Returns how many elements the backward of any type needs to add up dweight and dbias.
-inline index_t causal_conv1d_workspace(conv_plan const& plan, index_t channels) {
-    index_t blocks = 0;
-    for (int const vector : {1, 4, 8})
-        for (bool const parts : {false, true})
-            blocks = std::max(blocks,
-                              kernels::cut_backward(plan.multiprocessors(), plan.most_rows(), channels, vector, parts)
-                                  .most_strip_blocks);
-    return blocks * (plan.taps() + 1) * channels;
-}
-
-namespace detail {
-
 /// Throws `cpx::error` unless a backward fits.
 template <class T, class W, class Dy>
 void check_backward(convolved<T, W> const& of, conv_sizes const& fit, Dy const& dy,
@@ -304,6 +249,57 @@ void launch_backward(conv_plan const& plan, convolved<T, W> const& of, Dy const&
 }
 
 } // namespace detail
+
+/// Where the result of a convolution goes, or its gradient comes from: rows, or `conv_parts` of which some may be
+/// normalised by heads, as a gated delta net does with q, k and v, in one pass.
+template <class Y, class T>
+concept conv_result = std::same_as<Y, conv_parts<T>> || std::convertible_to<Y const&, rows<T>>;
+
+/// Computes `y_t = activation(bias + sum_j weight_j x_{t-K+1+j})` for every channel, with zeros before a sequence
+/// begins. For K from 1 to 8, 4 being fastest; sums are float.
+///
+/// All is in device memory. x, y: (rows, channels) of the plan's rank, not overlapping; halo: what an exchange with the
+/// plan of rows before brought, (plan.halo_rows(), channels), or empty if that is none; weight: (channels, K), bias:
+/// (channels) or empty, both float or of the elements of x. Any strides and alignment; 16 bytes are loaded at once if
+/// K is 4 and all rows begin at multiples of 16 bytes.
+/// Enqueues one kernel. The same bits on every sharding, whatever the strides. Cost: x and y through memory once.
+///
+/// Throws `cpx::error` on shapes that do not fit and memory or a plan of another device, before anything is launched.
+template <class A, class W, conv_result<std::remove_const_t<A>> Y>
+void causal_conv1d(conv_plan const& plan, rows<A> x, std::type_identity_t<rows<A const>> halo, rows<W> weight,
+                   std::type_identity_t<std::span<W const>> bias, activation act, Y const& y, cudaStream_t in,
+                   caller here = caller::here()) {
+    using T = std::remove_const_t<A>;
+    auto const result = detail::in_form<T>(y);
+    detail::convolved<T, std::remove_const_t<W>> const of{x, halo, weight, bias, act};
+    detail::check_convolution(of, detail::sizes_of(plan), result, here);
+    detail::launch_forward(plan, of, result, in, here);
+}
+
+/// Computes the edge rows of dz = dy act'(z), which an exchange with `plan.edge_exchange()` then brings to other ranks:
+/// the first half of the backward.
+///
+/// dy: (rows, channels), the gradient of y; edge: (plan.edge_rows(), channels), written, float so that dx has the same
+/// bits on every sharding; the rest as in `causal_conv1d`. Enqueues one kernel, or none if there are no such rows.
+///
+/// Throws `cpx::error` as the forward does, and if the plan has no rows after.
+template <class A, class W, conv_result<A const> Dy>
+void causal_conv1d_backward_edge(conv_plan const& plan, rows<A> x, std::type_identity_t<rows<A const>> halo,
+                                 rows<W> weight, std::type_identity_t<std::span<W const>> bias, activation act,
+                                 Dy const& dy, rows<float> edge, cudaStream_t in, caller here = caller::here()) {
+    using namespace detail;
+    using T = std::remove_const_t<A>;
+    char const* const where = "cuda::causal_conv1d_backward_edge";
+    convolved<T, std::remove_const_t<W>> const of{x, halo, weight, bias, act};
+    auto const given_dy = in_form<T const>(dy);
+    require(plan.has_backward(), where, "plan of rows after the segments", "one", "none", here);
+    of.check(where, sizes_of(plan), "dy", given_dy, here); // vectors, too: refused here, not after an exchange
+    require_rows(where, {{"edge", edge, plan.edge_rows(), weight.count()}}, here);
+    std::array const written{operand("edge", edge)};
+    of.require_apart(where, written, here);
+    require_apart(where, written, operands("dy", given_dy), here);
+    launch_edge(plan, of, given_dy, edge, in, here);
+}
 
 /// Computes the gradients of `causal_conv1d`: the second half of the backward.
 ///

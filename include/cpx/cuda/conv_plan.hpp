@@ -28,22 +28,14 @@ struct conv_room {
 /// those alone, `edge_exchange()` brings them to other ranks.
 class conv_plan {
 public:
-    /// For the forward. `before` is `halo(sharding, rank, taps - 1)`.
+    /// `before` is `halo(sharding, rank, taps - 1)`; `after`, for the backward, too, the same with `side::after`. Also
+    /// for plans that come later, if there is room for any.
     ///
     /// Throws `cpx::error` on other plans, more than 8 taps, and errors of the device. Cost: one upload of a number for
     /// each segment and row beside it.
     template <any_sharding S>
-    explicit conv_plan(halo_plan<S> const& before, caller here = caller::here())
-        : conv_plan(before, static_cast<halo_plan<S> const*>(nullptr), conv_room(), here) {}
-
-    /// Also for the backward. `after` is `halo(sharding, rank, taps - 1, side::after)`.
-    template <any_sharding S>
-    conv_plan(halo_plan<S> const& before, halo_plan<S> const& after, caller here = caller::here())
-        : conv_plan(before, &after, conv_room(), here) {}
-
-    /// Also for plans that come later, if there is room for any; without `after`, for the forward alone.
-    template <any_sharding S>
-    conv_plan(halo_plan<S> const& before, halo_plan<S> const* after, conv_room most, caller here = caller::here())
+    explicit conv_plan(halo_plan<S> const& before, halo_plan<S> const* after = nullptr, conv_room most = {},
+                       caller here = caller::here())
         : reach_(before.reach), has_backward_(after != nullptr), go_on_(most.go_on),
           most_(std::max(most.rows, before.source_rows)) {
         // refuses what does not fit also where there is no device
@@ -59,6 +51,10 @@ public:
         room_ = most.segments > 0;
         if (room_) load_write_numbers(here);
     }
+
+    template <any_sharding S>
+    conv_plan(halo_plan<S> const& before, halo_plan<S> const& after, caller here = caller::here())
+        : conv_plan(before, &after, conv_room(), here) {}
 
     /// Replaces the plans, in the order of the stream: allocates no device memory, and does not wait. Throws
     /// `cpx::error` if there is no room for them.

@@ -255,9 +255,6 @@ void rotary(char const* where, std::span<rotated<T> const> tensors, index_t head
     kernels::with_bytes<sizeof(T)>(vector_bytes({bytes}), [&](auto size) {
         constexpr int at_once = size / static_cast<int>(sizeof(T)), threads = kernels::rotary_threads;
         auto const shares = [](index_t count, index_t of) { return (count + of - 1) / of; };
-        auto const dims = [](index_t x, index_t y, index_t z) {
-            return dim3(static_cast<unsigned>(x), static_cast<unsigned>(y), static_cast<unsigned>(z));
-        };
         auto const launch = [&](auto* kernel, dim3 grid, dim3 block) {
             launch_early(kernel, grid, block, 0, stream, where, here, call);
         };

@@ -100,7 +100,7 @@ public:
         if constexpr (fits) {
             if (shardings == now_) return;
             require_alike(shardings, now_, std::make_index_sequence<std::tuple_size_v<typename kind::batch>>(), here);
-            require_room(shardings, here);
+            require_room(shardings, most_, here);
             std::optional<Plan> made;
             auto const plan_of = [&]() -> Plan const& {
                 if (!made) made.emplace(kind::next(plan_, shardings, here));
@@ -241,9 +241,6 @@ private:
         static_cast<void>(kind::room(plan_, width_, most, here));
         require_room(now_, most, here);
         return most;
-    }
-    void require_room(typename kind::batch const& shardings, caller here) const {
-        require_room(shardings, most_, here);
     }
     void require_room(typename kind::batch const& shardings, capacity const& most, caller here) const {
         index_t const sequences = std::get<0>(shardings).batch().sequences();
