@@ -7138,8 +7138,7 @@ namespace cpx {
 ///
 /// These are courtesies: to name the rank at fault in the error, at once, and to check the id. The ranks of one call
 /// have the same id, or all compare their plans (see `identity::agreement`). A transport that sends the id along and
-/// gives it to `require_same_exchange` finds ranks that are in different exchanges; another one hands rows of one
-/// exchange to ranks that are in another.
+/// gives it to `require_same_exchange` finds ranks in different exchanges; another one mixes their rows.
 ///
 /// `testing::check_transport` tests all of this.
 template <class T>
@@ -7211,8 +7210,7 @@ tensor<T, S, rank_memory_of<Comm>> make_tensor(S const& sharding, Comm const& co
     return {sharding, detail::rank_in("make_tensor", sharding, comm, here), width, rank_memory(comm), here};
 }
 
-/// Returns rows of zeros that are no batch's, such as a weight, in the memory of this rank of a transport:
-/// `make_rows<float>(comm, channels, taps)`.
+/// Returns rows of zeros for this rank that are no batch's, such as a weight: `make_rows<float>(comm, channels, taps)`.
 template <class T, any_transport Comm>
 row_buffer<T, rank_memory_of<Comm>> make_rows(Comm const& comm, index_t count, index_t width,
                                               caller here = caller::here()) {
@@ -7341,8 +7339,7 @@ namespace cpx {
 
 namespace detail {
 
-/// Moves messages; an error of the transport is thrown with the line of the caller, which is the rank's place in its
-/// program, and not with the transport's own.
+/// Moves messages; an error of the transport is thrown with the line of the caller, the rank's place in its program.
 template <transport Comm>
 void transfer(Comm& comm, identity const& id, std::span<outgoing const> sends, std::span<incoming const> receives,
               caller here) {
@@ -7405,8 +7402,7 @@ inline void check_gather(void const* mine, void* all, std::size_t bytes, int ran
 /// Gathers `bytes` of every rank into `all`, in rank order. Collective; equally many on all ranks. `mine` lies apart
 /// from `all`, or in its own place there.
 ///
-/// Cost: a message between each two ranks. Throws `cpx::error` on memory that does not fit, and what the transport
-/// throws.
+/// Cost: a message between each two ranks. Throws `cpx::error` on unfit memory, and what the transport throws.
 template <transport Comm>
 void gather(Comm& comm, void const* mine, void* all, std::size_t bytes, caller here = caller::here()) {
     detail::check_gather(mine, all, bytes, comm.rank(), comm.ranks(), here);
@@ -7497,8 +7493,7 @@ void compare_settings(char const* where, char const* whose, settings const& of, 
 
 /// Throws unless all ranks have one identity. What it sums up, `batch` and the shardings' settings, they have at hand.
 ///
-/// Collective: `gather(mine, all, bytes)` brings records of all ranks in rank order, so that all of them see the same
-/// and go on in the same way.
+/// Collective: `gather(mine, all, bytes)` brings all ranks' records in rank order, so that all see, and do, the same.
 template <class Gather>
 void compare(char const* where, identity const& mine, thd const& batch, int ranks, Gather&& gather, caller here,
              settings const& source = {}, settings const& target = {}) {
@@ -7589,8 +7584,7 @@ void check_buffer(char const* by, char const* which, rows<T> const& buffer, end_
     throw error(where.c_str(), "buffer", "memory", "null", here);
 }
 
-/// Throws `cpx::error` unless the buffers of an exchange are what it wants and do not overlap: of the host, and of
-/// devices, which ask more of them.
+/// Throws `cpx::error` unless the buffers of an exchange, on host or device, are what it wants and do not overlap.
 template <class A, class B>
 void check_buffers(char const* by, rows<A> const& from, end_shape const& source, rows<B> const& to,
                    end_shape const& target, caller here) {
@@ -7842,8 +7836,7 @@ inline constexpr bool is_relayout = requires(Plan const& p) { p.to; };
 
 } // namespace detail
 
-/// Moves rows of elements T by plans of one kind, whichever batch they are of: a `relayout_plan`, a `halo_plan` or a
-/// `carry_plan`.
+/// Moves rows of T by `relayout_plan`s, `halo_plan`s or `carry_plan`s, whichever batch they are of.
 ///
 /// Made once, by all ranks: on devices it connects them and reserves memory for `most`. The plan of another batch is
 /// made by `set`, or by a call with tensors of that batch: on the host, without device memory, and without a wait for
@@ -7920,8 +7913,7 @@ public:
         move<true, decltype(plan_.to), decltype(plan_.from)>(from, std::forward<Y>(to), here);
     }
 
-    /// Returns how many rows exchange `k` of the last batch takes of this rank, and how many it brings. Lists no plan
-    /// where none is wanted.
+    /// Returns how many rows exchange `k` of the last batch takes, and brings. Lists no plan where none is wanted.
     std::pair<index_t, index_t> rows_of(index_t k = 0, caller here = caller::here())
         requires(!detail::is_relayout<Plan>)
     {
@@ -8176,8 +8168,7 @@ namespace cpx {
 /// that making one moves nothing and waits for nobody: a mesh's groups, or ranks that share experts, on any transport.
 ///
 /// Lives no longer than the transport that it uses. Errors of waits name ranks of the whole group; errors of plans that
-/// differ name ranks of this one, and list its members. Ranks that are in several subgroups call them in one order, as
-/// all exchanges of two ranks are.
+/// differ ranks of this one, whose members they list. Ranks in several subgroups call them in one order.
 template <transport Comm>
 class subgroup {
 public:
@@ -8254,12 +8245,10 @@ detail::refused neighbours(X const& = {}, detail::any = {}, detail::any = {}) {
 
 namespace cpx {
 
-/// Replaces `values` on every rank by the sums over all ranks, added in rank order: gradients of weights, of which
-/// every rank has its share.
+/// Replaces `values` on every rank by the sums over all ranks, added in rank order, such as gradients of weights.
 ///
 /// values: a vector, array or span, in the memory of the transport's ranks. Collective; all ranks have equally many.
-/// Each rank adds up its share of them and hands it to the others, so that it sends 2 (W - 1) / W times the values.
-/// Throws what `exchange` throws.
+/// Each adds up its share and hands it to the others: 2 (W - 1) / W times the values. Throws what `exchange` throws.
 template <std::ranges::contiguous_range V, any_transport Comm>
     requires std::ranges::borrowed_range<V> && std::ranges::output_range<V, std::ranges::range_value_t<V>>
 void sum_over_ranks(V&& values, Comm& comm, caller here = caller::here()) {
@@ -8332,8 +8321,7 @@ public:
     int ranks() const { return static_cast<int>(world_.members.size()); }
     std::unordered_set<std::uint64_t>& agreed() { return agreed_; }
 
-    /// See `transport`. Also throws if a rank that this one waits for is in an exchange of another plan, or if all
-    /// ranks wait for each other.
+    /// See `transport`. Also throws if a rank that this one waits for runs another plan, or if all wait for each other.
     void transfer(identity const& id, std::span<outgoing const> sends, std::span<incoming const> receives) {
         turn mine(world_);
         member& me = world_.member_at(rank_);

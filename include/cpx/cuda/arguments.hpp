@@ -110,8 +110,7 @@ inline void require_sizes(char const* where, argument const& a, caller here) {
                     std::to_string(r.stride()), here);
 }
 
-/// Throws `cpx::error` unless arguments have their shapes, in the current device's memory. Where there are to be no
-/// rows, there may be none of any width.
+/// Throws `cpx::error` unless arguments have their shapes, on the current device. Of no rows the width does not matter.
 inline void require_rows(char const* where, std::initializer_list<argument> list, caller here) {
     auto const shape = [](index_t n, index_t w) { return '(' + std::to_string(n) + ", " + std::to_string(w) + ')'; };
     for (argument const& a : list) {

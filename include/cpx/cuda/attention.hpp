@@ -39,9 +39,8 @@ struct attention_rows {
 };
 
 /// Returns the path that attention of such elements takes on the current device, forward and back, where all rows begin
-/// at multiples of 16 bytes; elsewhere it is plain. Tensor cores want elements of 16 bits, `dim` a multiple of 8, code
-/// and a GPU of sm_80 or later, and its shared memory: for more than 64 columns 100 KiB a block, for more than 128
-/// Hopper's.
+/// at multiples of 16 bytes; elsewhere it is plain. Tensor cores want elements of 16 bits, `dim` a multiple of 8, sm_80
+/// or later, and shared memory: above 64 columns 100 KiB a block, above 128 Hopper's.
 ///
 /// Both have the bits of one rank wherever `attention` and its backward say so. Tensor cores round weights, and in the
 /// backward their gradients, to the precision of T before they multiply; plain kernels round results only.
@@ -63,8 +62,7 @@ attention_path attention_path_of(index_t dim, caller here = caller::here()) {
 
 namespace detail {
 
-/// The places of a rank's rows in device memory, written in stream order, in tiles of `rows`. Cost: O(segments +
-/// sequences).
+/// A rank's rows in device memory, written in stream order, in tiles of `rows`. Cost: O(segments + sequences).
 class attention_places {
 public:
     template <any_sharding S>

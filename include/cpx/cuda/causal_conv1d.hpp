@@ -82,8 +82,7 @@ struct convolved {
     std::span<W const> bias;
     activation act;
 
-    /// Returns whether all of it can be read and written in vectors of 16 bytes: there are 4 taps, the weight is dense,
-    /// and everything is aligned.
+    /// Returns whether all can be read and written by 16 bytes: there are 4 taps, the weight is dense, all is aligned.
     template <class Y>
     bool in_vectors(Y const& y) const {
         index_t const row = weight.count() * static_cast<index_t>(sizeof(T));
@@ -276,8 +275,7 @@ void causal_conv1d(conv_plan const& plan, rows<A> x, std::type_identity_t<rows<A
     detail::launch_forward(plan, of, result, in, here);
 }
 
-/// Computes the edge rows of dz = dy act'(z), which an exchange with `plan.edge_exchange()` then brings to other ranks:
-/// the first half of the backward.
+/// The first half of the backward: the edge rows of dz = dy act'(z), for an exchange by `plan.edge_exchange()`.
 ///
 /// dy: (rows, channels), the gradient of y; edge: (plan.edge_rows(), channels), written, float so that dx has the same
 /// bits on every sharding; the rest as in `causal_conv1d`. Enqueues one kernel, or none if there are no such rows.

@@ -69,8 +69,7 @@ public:
     }
 
     /// Waits until the stream has done all it was given. Throws `cpx::error` that names the ranks that did not come
-    /// within the communicator's deadline, that moved rows of another batch, or another error of NCCL's or the
-    /// device's.
+    /// within the deadline or moved rows of another batch, or another error of NCCL's or the device's.
     void wait(caller here = caller::here()) const { comm_.wait(stream(), here); }
 
 private:
@@ -81,8 +80,7 @@ private:
     std::deque<std::pair<event, std::shared_ptr<void>>> kept_;
 };
 
-/// Exchanges of a `communicator` by messages, of one batch after the other: of the plans of one kind and, perhaps, of
-/// those of the way back.
+/// Exchanges of a `communicator` by messages, of one batch after the other: of plans of one kind, perhaps both ways.
 template <class T>
 class batch_exchange {
 public:
@@ -122,8 +120,7 @@ private:
     exchange<T> by_;
 };
 
-/// What a `cpx::movement` prepares on devices: to send and receive rows. `others`: ranks whose rows go from and to this
-/// one in another way.
+/// What a `cpx::movement` prepares on devices: to send and receive rows, but those of the ranks `others`.
 template <class T, class Plan>
 class prepared_plans {
     using kind = cpx::detail::moved<Plan>;

@@ -20,8 +20,7 @@ struct conv_room {
     bool go_on = false;
 };
 
-/// Where one rank's segments begin, and which rows stand beside them: made once a batch, used by every layer, or once
-/// for all batches.
+/// Where a rank's segments begin, and which rows stand beside them: made once a batch, or once for all batches.
 ///
 /// Belongs to the device on which it is made: operators refuse it on another. The backward does not store dz. A row of
 /// it that another segment needs, on this rank or elsewhere, is an edge row: `causal_conv1d_backward_edge` computes
@@ -56,8 +55,7 @@ public:
     conv_plan(halo_plan<S> const& before, halo_plan<S> const& after, caller here = caller::here())
         : conv_plan(before, &after, conv_room(), here) {}
 
-    /// Replaces the plans, in the order of the stream: allocates no device memory, and does not wait. Throws
-    /// `cpx::error` if there is no room for them.
+    /// Replaces the plans in stream order: without allocation or a wait. Throws `cpx::error` if there is no room.
     template <any_sharding S>
     void set(halo_plan<S> const& before, halo_plan<S> const* after, cudaStream_t in, caller here = caller::here()) {
         char const* const where = "cuda::conv_plan";

@@ -17,9 +17,8 @@ namespace cpx::cuda {
 /// Adds to dweight and dbias, each unless it is empty, the terms of all tokens in their order.
 ///
 /// x, dy: (tokens, channels) of the whole batch; weight: (channels, taps), bias: (channels) or empty; dweight and dbias
-/// as these. A thread adds up a tap of a channel over all tokens: for sums that must be reproduced, not for speed.
-/// Everything is in the order of the stream, in which nobody waits. Throws `cpx::error` on shapes that do not fit and
-/// memory of another device.
+/// as these. A thread adds up a tap of a channel over all tokens: for sums that must be reproduced, not for speed. In
+/// stream order, nobody waits. Throws `cpx::error` on shapes that do not fit and memory of another device.
 template <class T>
 void add_conv_weight_sums(memory const& in, rows<T const> x, rows<T const> dy, rows<T const> weight,
                           std::span<T const> bias, activation act, thd const& batch, rows<float> dweight,

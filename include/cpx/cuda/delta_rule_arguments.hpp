@@ -31,8 +31,7 @@ struct gated_delta_rule_shape {
     index_t key_heads = 1, value_heads = 1; ///< a multiple of the key heads: value head h reads key head h / group
     index_t key_dim = 128, value_dim = 128; ///< at most 256, any
     double scale = 0;                       ///< factor of q; 0: 1 / sqrt(key_dim)
-    /// Chunks of 64 tokens that the kernels run as one, a stretch of a sequence; 0: chosen. Bits depend on it by scan
-    /// alone.
+    /// Chunks of 64 tokens that kernels run as one, a stretch of a sequence; 0: chosen. By scan, bits depend on it.
     index_t stretch = 0;
     /// Tensor cores: stretches are folded beside each other, and their steps of the state joined. Faster where
     /// sequences and heads are few, and within rounding of the other way.
@@ -58,8 +57,7 @@ struct gated_delta_rule_input {
     index_t saved_tokens = -1; ///< for which there is room: those of the sequences, at least; negative: all rows
 };
 
-/// The gradients of a gated delta rule, shaped as what they are gradients of; all written. Of a decay a head without
-/// dbeta.
+/// The gradients of a gated delta rule, of the same shapes; all written. Of a decay a head without dbeta.
 template <class T>
 struct gated_delta_rule_gradients {
     field<rows<T>> dq, dk, dv;

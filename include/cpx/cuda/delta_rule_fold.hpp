@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What segments of the gated delta rule, or of a decay a head, do to the state that reaches them, in device memory:
-// S -> M S + E.
+// What segments of the gated delta rule, or of a decay a head, do on a device to the state before them: S -> M S + E.
 #pragma once
 
 #include <cpx/cuda/delta_rule_hopper.hpp>

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Launches of the kernels for sm_90a of the gated delta rule and of a decay a head, which erases nothing. Without
-// CUTLASS's headers there are none.
+// Launches of the delta rule's kernels for sm_90a, and of a decay a head's. Without CUTLASS's headers there are none.
 #pragma once
 
 #include <cpx/cuda/delta_rule_launch.hpp>
@@ -231,8 +230,7 @@ void launch_delta_hopper_backward_fold(delta_call<Erases, T> const& of, rows<T c
 }
 
 /// Returns by how many blocks the backward walks along so many chains, both halves each, while as many walk back: where
-/// these leave no room, by few, which take one chain after the other, so that gradients can follow them while what they
-/// have read and written is in L2.
+/// these leave no room, by few, one chain after the other, so that gradients can follow while what was read is in L2.
 inline index_t delta_walks_along(gated_delta_rule_shape const& shape, index_t chains) {
     index_t const room = multiprocessors() - chains, heads = shape.value_heads;
     return chains <= room ? chains : std::min(chains, std::max({heads, multiprocessors() / 4 / heads * heads, room}));

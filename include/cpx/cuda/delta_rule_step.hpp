@@ -20,8 +20,7 @@ struct gated_delta_rule_step_input {
                                          ///< output is left alone; empty: row i has state i
 };
 
-/// Computes a token of every row's sequence, as `gated_delta_rule` does: reads its state, writes the next one in its
-/// place, and the output.
+/// Computes a token of every row's sequence, as `gated_delta_rule`: its output, and its next state in place.
 ///
 /// o: (rows, value heads * Dv). states: (states, value heads, Dk, Dv), as many as rows where there are no slots. Of the
 /// shape stretch, scan and path have no effect. One kernel, token by token with float sums, of every size; it moves the

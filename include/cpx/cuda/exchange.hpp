@@ -43,10 +43,9 @@ struct exchange_options {
 ///
 /// Each call packs what leaves, sends one message a peer and unpacks, on the caller's stream, without host
 /// synchronisation or allocation. Rows that stay are copied once. A message that is one run of whole rows is sent from,
-/// or received into, its place. A plan that sums adds in rank order.
-/// Made by all ranks of the communicator, on its device; calls are collective and in the same order on all ranks, in
-/// one stream or ordered by events. Can be captured; before this object is destroyed the graph has ended, and it is not
-/// launched again.
+/// or received into, its place. A plan that sums adds in rank order. Made by all ranks of the communicator, on its
+/// device; calls are collective and in the same order on all ranks, in one stream or ordered by events. Can be
+/// captured; before this object is destroyed the graph has ended for good.
 template <class T>
 class exchange {
 public:

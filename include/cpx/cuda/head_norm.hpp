@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Root-mean-square norms of one rank's rows, head by head.
+// Norms of one rank's rows, head by head: root-mean-square norms, and the lengths by which q and k are divided.
 #pragma once
 
 #include <cpx/cuda/arguments.hpp>
-#include <cpx/cuda/row_gather.hpp>
+#include <cpx/cuda/launch.hpp>
 
 #include <cpx/head_norm.cuh>
 
+#include <algorithm>
 #include <string>
 #include <type_traits>
 
@@ -40,8 +41,7 @@ void launch_rows(char const* where, Vectors vectors, Any any, kernels::norm_lane
 } // namespace detail
 
 /// Computes `y = x / sqrt(mean x^2 + eps) * (offset + weight)`, and with z silu(z) times that; the mean is a head's. y
-/// may be x or z. Elements may be float, bfloat16 or half; sums and what `terms` holds are float. A row's bits are the
-/// same wherever it lies. Can be captured.
+/// may be x or z. Sums and what `terms` holds are float. A row's bits are the same wherever it lies. Can be captured.
 ///
 /// Throws `cpx::error` on shapes that do not fit and memory that overlaps or is another device's, before anything is
 /// launched.
@@ -78,6 +78,32 @@ void normalise_rows_backward(norm_input<T> const& n, std::type_identity_t<rows<T
     auto const by = kernels::norm_lanes_of<T>(n.dim(), detail::row_vector(n.x, z, n.weight, dy, dx, of_z) == 16);
     detail::launch_rows(where, kernels::normalise_rows_backward<T>, kernels::normalise_any_rows_backward<T>, by, count,
                         stream, here, n, dy, dx, dz, terms);
+}
+
+/// Writes `y = x / sqrt(sum x^2 + 1e-6)`, the sum over each head of `dim` columns; any strides.
+///
+/// With `back`, y holds the gradient of that result and becomes the gradient of x. Bitwise the same for a row wherever
+/// it lies. Throws `cpx::error` on shapes that do not fit and memory of another device, before anything is launched.
+template <class T>
+void normalise_heads(rows<T const> x, index_t dim, rows<T> y, bool back, cudaStream_t stream,
+                     caller here = caller::here()) {
+    char const* const where = "cuda::normalise_heads";
+    require(dim >= 1 && x.width() % dim == 0, where, "width", "whole heads of " + std::to_string(dim), x.width(), here);
+    detail::require_rows(where, {{"x", x}, {"y", y, x.count(), x.width()}}, here);
+    detail::require_apart(where, {{"y", y}}, {{"x", x}}, here);
+    index_t const heads = x.width() / dim, items = x.count() * heads;
+    if (items == 0) return;
+    bool const whole = detail::row_vector(x, y) == 16;
+    auto const by = kernels::norm_lanes_of<T>(dim, whole);
+    int const columns = static_cast<int>(dim);
+    if (by.lanes > 0 && x.count() < index_t{1} << 33)
+        launch(kernels::normalise_heads<T>, detail::dims((x.count() + 7) / 8), dim3(32, 8), 0, stream,
+               "normalise_heads", here, x.data(), x.stride(), y.data(), y.stride(), x.count(), x.width(), columns, back,
+               by);
+    else
+        launch(kernels::normalise_any_heads<T>, detail::dims(std::min<index_t>((items + 7) / 8, 4096)), dim3(32, 8), 0,
+               stream, "normalise_heads", here, x.data(), x.stride(), y.data(), y.stride(), x.count(),
+               static_cast<int>(heads), columns, back);
 }
 
 } // namespace cpx::cuda

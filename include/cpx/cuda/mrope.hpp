@@ -207,8 +207,7 @@ public:
 
     /// Returns (3, rows), as `rotary_positions` takes it: the axes time, height and width.
     rows<std::int32_t const> axes() const { return {rows_.data(), 3, work_.rows, most_.rows}; }
-    /// Returns as many numbers as rows: those that hold placeholders of a kind, ascending, as the rank's rows of
-    /// features, then -1.
+    /// Returns a number a row: those that hold placeholders of a kind, ascending, as the rank's features, then -1.
     std::span<std::int32_t const> placeholders(media_kind kind) const {
         return {work_.held[kind == media_kind::video], static_cast<std::size_t>(work_.rows)};
     }

@@ -58,8 +58,7 @@ using device_side_of = decltype(side_of(std::declval<S const&>()));
 
 } // namespace detail
 
-/// Moves tensors of elements T between two shardings in one kernel: no staging, no table of rows, no host
-/// synchronisation.
+/// Moves tensors of elements T between two shardings in one kernel: no staging, no table of rows, no wait of the host.
 ///
 /// Addresses follow from the policies and from cu_seqlens in device memory, so that a call can be captured in a CUDA
 /// graph and replayed with other offsets. Offsets with which rows do not fit a buffer, or that differ between ranks,
@@ -69,8 +68,7 @@ using device_side_of = decltype(side_of(std::declval<S const&>()));
 template <class T, any_sharding From, any_sharding To>
 class relayout {
 public:
-    /// `width`: elements of a row, unless the plan has sections. Throws `cpx::error` if the kernel cannot run this
-    /// plan.
+    /// `width`: elements of a row, unless there are sections. Throws `cpx::error` of a plan that the kernel cannot run.
     relayout(relayout_plan<From, To> const& plan, index_t width, caller here = caller::here())
         : from_(detail::side_of(plan.from)), to_(detail::side_of(plan.to)), rank_(plan.rank) {
         require(plan.kind != flow::sums, "cuda::relayout", "plan", "one that moves rows", "one that adds them", here);
@@ -127,9 +125,8 @@ public:
     /// Stores this rank's rows of `from` into the targets of the ranks of the memory; this rank's begins `offset` bytes
     /// from the beginning of its memory. The arguments are such that `check_call` passes.
     ///
-    /// from: (rows, width), any stride, memory of this device. Rows of the targets are dense. batch: cu_seqlens in
-    /// device memory, of as many sequences as offsets are to be read. Calls on one memory are in one stream, or ordered
-    /// by events.
+    /// from: (rows, width), any stride, memory of this device. Rows of the targets are dense. batch: cu_seqlens on the
+    /// device, of as many sequences as are to be read. Calls on one memory are in one stream, or ordered by events.
     void operator()(rows<T const> from, peer_memory const& memory, index_t offset, std::span<index_t const> batch,
                     cudaStream_t stream, caller here = caller::here()) const {
         kernels::relayout_rows const r = arguments(from, memory, offset, batch);

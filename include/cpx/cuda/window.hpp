@@ -35,9 +35,8 @@ __global__ void window_pointers(ncclWindow_t window, int ranks, void** pointers)
 /// Never uses multicast. Made and freed by all ranks in the same order.
 class window {
 public:
-    /// Returns whether all ranks of the communicator reach each other's memory and the NCCL that is loaded has the
-    /// version (patches aside) of the headers that this was compiled with, because kernels read its windows.
-    /// Collective; the same on every rank.
+    /// Returns whether all ranks reach each other's memory and the loaded NCCL has the version (patches aside) of the
+    /// headers that this was compiled with, because kernels read its windows. Collective; the same on every rank.
     static bool supported(nccl& comm, caller here = caller::here()) {
         comm.begin_call(here);
         int loaded = 0;
@@ -150,8 +149,7 @@ public:
     index_t bytes() const { return own_.bytes; }
     nccl& comm() const { return comm_; }
 
-    /// Returns the memory of all ranks as this device reaches it. Throws `cpx::error` if an earlier kernel has missed
-    /// ranks, which it names.
+    /// Returns all ranks' memory as this device reaches it. Throws `cpx::error` that names ranks that a kernel missed.
     peer_memory const& peers(caller here = caller::here()) const {
         if (missed()) check_faults(here);
         return own_;

@@ -113,8 +113,7 @@ inline void load_write_numbers(caller here = caller::here()) {
         });
 }
 
-/// Writes numbers that the host has, in stream order: with launches, each of which brings 32 KB, so that nobody waits
-/// and it can be captured.
+/// Writes numbers of the host in stream order, with launches of up to 32 KB: nobody waits, and it can be captured.
 inline void write_numbers(std::span<index_t const> numbers, index_t* to, cudaStream_t stream,
                           caller here = caller::here()) {
     detail::with_room(numbers.size(), [&](auto most) {

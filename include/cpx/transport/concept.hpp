@@ -44,8 +44,7 @@ namespace cpx {
 ///
 /// These are courtesies: to name the rank at fault in the error, at once, and to check the id. The ranks of one call
 /// have the same id, or all compare their plans (see `identity::agreement`). A transport that sends the id along and
-/// gives it to `require_same_exchange` finds ranks that are in different exchanges; another one hands rows of one
-/// exchange to ranks that are in another.
+/// gives it to `require_same_exchange` finds ranks in different exchanges; another one mixes their rows.
 ///
 /// `testing::check_transport` tests all of this.
 template <class T>
@@ -117,8 +116,7 @@ tensor<T, S, rank_memory_of<Comm>> make_tensor(S const& sharding, Comm const& co
     return {sharding, detail::rank_in("make_tensor", sharding, comm, here), width, rank_memory(comm), here};
 }
 
-/// Returns rows of zeros that are no batch's, such as a weight, in the memory of this rank of a transport:
-/// `make_rows<float>(comm, channels, taps)`.
+/// Returns rows of zeros for this rank that are no batch's, such as a weight: `make_rows<float>(comm, channels, taps)`.
 template <class T, any_transport Comm>
 row_buffer<T, rank_memory_of<Comm>> make_rows(Comm const& comm, index_t count, index_t width,
                                               caller here = caller::here()) {

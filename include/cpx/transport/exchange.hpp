@@ -44,8 +44,7 @@ void check_buffer(char const* by, char const* which, rows<T> const& buffer, end_
     throw error(where.c_str(), "buffer", "memory", "null", here);
 }
 
-/// Throws `cpx::error` unless the buffers of an exchange are what it wants and do not overlap: of the host, and of
-/// devices, which ask more of them.
+/// Throws `cpx::error` unless the buffers of an exchange, on host or device, are what it wants and do not overlap.
 template <class A, class B>
 void check_buffers(char const* by, rows<A> const& from, end_shape const& source, rows<B> const& to,
                    end_shape const& target, caller here) {

@@ -65,8 +65,7 @@ inline constexpr bool is_relayout = requires(Plan const& p) { p.to; };
 
 } // namespace detail
 
-/// Moves rows of elements T by plans of one kind, whichever batch they are of: a `relayout_plan`, a `halo_plan` or a
-/// `carry_plan`.
+/// Moves rows of T by `relayout_plan`s, `halo_plan`s or `carry_plan`s, whichever batch they are of.
 ///
 /// Made once, by all ranks: on devices it connects them and reserves memory for `most`. The plan of another batch is
 /// made by `set`, or by a call with tensors of that batch: on the host, without device memory, and without a wait for
@@ -143,8 +142,7 @@ public:
         move<true, decltype(plan_.to), decltype(plan_.from)>(from, std::forward<Y>(to), here);
     }
 
-    /// Returns how many rows exchange `k` of the last batch takes of this rank, and how many it brings. Lists no plan
-    /// where none is wanted.
+    /// Returns how many rows exchange `k` of the last batch takes, and brings. Lists no plan where none is wanted.
     std::pair<index_t, index_t> rows_of(index_t k = 0, caller here = caller::here())
         requires(!detail::is_relayout<Plan>)
     {

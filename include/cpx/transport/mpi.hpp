@@ -43,8 +43,7 @@ private:
                                  detail::takes<void(std::chrono::milliseconds, MPI_Comm), X...>;
 
 public:
-    /// Calls `program(comm)` on the ranks of `group`, and leaves. If it throws, the other ranks are told why.
-    /// Collective.
+    /// Calls `program(comm)` on the ranks of `group`, and leaves. If it throws, the others are told why. Collective.
     template <
         class F> // no concept: of a mistake within the program, clang++ would tell at length how it satisfies that
     static auto run(F&& program, std::chrono::milliseconds deadline = default_deadline, MPI_Comm group = MPI_COMM_WORLD,
@@ -131,8 +130,7 @@ public:
         }
     }
 
-    /// Tells the other ranks that this one does not go on: their next or present exchange throws an error that names it
-    /// and says why. Breaks the transport.
+    /// Breaks the transport: the next or present exchange of the other ranks throws that this one has failed, and why.
     void fail(std::string const& why) {
         if (!broken_.empty()) return;
         detail::mpi_failed = true;
@@ -312,8 +310,7 @@ private:
         return true;
     }
 
-    /// Returns whether all of a message has come; of any length, because a wrong one must be received for its sender to
-    /// be named.
+    /// Returns whether all of a message has come; of any length, for a wrong one must be received to name its sender.
     bool has_arrived(shipment& t) {
         if (!t.data) {
             int come = 0;

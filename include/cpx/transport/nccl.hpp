@@ -5,7 +5,7 @@
 #include <cpx/transport/gather.hpp>
 #include <cpx/transport/host_page.hpp>
 #include <cpx/transport/nccl_environment.hpp>
-#include <cpx/transport/nccl_join.hpp>
+#include <cpx/transport/nccl_watchdog.hpp>
 #include <cpx/transport/roll_call.hpp>
 
 #include <nccl.h>
@@ -33,8 +33,7 @@ namespace cpx {
 /// every later call throws at once. A peer that dies or never comes is an error on the others once a call, or a wait,
 /// has lasted for the deadline; it names the ranks of this host that are missing.
 ///
-/// Calls of NCCL block in this thread, because symmetric windows want that; another thread watches the deadline and
-/// aborts.
+/// Calls of NCCL block in this thread, as symmetric windows want; another one watches the deadline and aborts.
 class nccl {
 public:
     using clock = std::chrono::steady_clock;
@@ -144,8 +143,7 @@ public:
         return id;
     }
 
-    /// Throws `cpx::error` unless `result` is success. For calls that wait for no other rank; `call` makes those that
-    /// may.
+    /// Throws `cpx::error` unless `result` is success. For calls that wait for no rank; `call` makes those that may.
     static void check(ncclResult_t result, char const* name, caller here = caller::here()) {
         require(result == ncclSuccess, "nccl", name, "success", ncclGetErrorString(result), here);
     }

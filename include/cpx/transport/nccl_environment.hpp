@@ -32,8 +32,7 @@ private:
     bool changes_;
 };
 
-/// Returns the number that an environment variable holds. Throws `cpx::error` unless it is one from `lowest` to
-/// `highest`.
+/// Returns the number of an environment variable. Throws `cpx::error` unless it is one from `lowest` to `highest`.
 inline int variable(char const* name, int lowest, int highest, caller here) {
     char const* const text = std::getenv(name);
     char* end = nullptr;

@@ -14,8 +14,7 @@ namespace cpx {
 /// that making one moves nothing and waits for nobody: a mesh's groups, or ranks that share experts, on any transport.
 ///
 /// Lives no longer than the transport that it uses. Errors of waits name ranks of the whole group; errors of plans that
-/// differ name ranks of this one, and list its members. Ranks that are in several subgroups call them in one order, as
-/// all exchanges of two ranks are.
+/// differ ranks of this one, whose members they list. Ranks in several subgroups call them in one order.
 template <transport Comm>
 class subgroup {
 public:
