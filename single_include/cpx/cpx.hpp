@@ -204,6 +204,13 @@ std::string show(F const& text) {
     return text();
 }
 
+/// Returns what makes a text of these texts and numbers when it is called: by `require`, on failure alone. Lives no
+/// longer than they.
+template <class... X>
+auto in_words(X const&... parts) {
+    return [&parts...] { return (show(parts) + ...); };
+}
+
 } // namespace detail
 
 /// Throws `cpx::error` unless `holds`. `expected` and `got` are numbers, texts or functions that return a text, which
@@ -7579,7 +7586,7 @@ void check_buffer(char const* by, char const* which, rows<T> const& buffer, end_
     std::string const where = std::string(by) + ", " + which; // made where it is needed: this runs at every call
     require(buffer.count() == end.rows, where.c_str(), "rows of the buffer", end.rows, buffer.count(), here);
     require(fits, where.c_str(), "width of the buffer", end.width, buffer.width(), here);
-    require(apart, where.c_str(), "stride of the buffer", "at least its width " + std::to_string(buffer.width()),
+    require(apart, where.c_str(), "stride of the buffer", in_words("at least its width ", buffer.width()),
             buffer.stride(), here);
     throw error(where.c_str(), "buffer", "memory", "null", here);
 }
@@ -7940,9 +7947,8 @@ public:
     }
     /// Runs exchange `k` of a carry, from the segments before or after. Collective.
     void operator()(index_t k, side from, rows<T const> given, rows<T> got, caller here = caller::here()) {
-        require(
-            k >= 0 && (!listed_ || k < plan_.steps), "movement", "exchange", // else what is prepared knows how many
-            [&] { return "less than " + std::to_string(plan_.steps); }, k, here);
+        require(k >= 0 && (!listed_ || k < plan_.steps), "movement", "exchange", // else what is prepared knows how many
+                detail::in_words("less than ", plan_.steps), k, here);
         run(from == side::after, k, given, got, here);
     }
 
@@ -8017,14 +8023,10 @@ private:
             return std::apply([&](auto const&... s) { return std::max({index_t{0}, rows(s)...}); }, shardings);
         };
         index_t const rows = largest([&](auto const& s) { return detail::about_rows(s, plan_.rank, most.rows); });
-        require(
-            rows <= most.rows && sequences <= most.sequences, "movement", "rows and sequences of the batch",
-            [&] { return "at most " + std::to_string(most.rows) + ", " + std::to_string(most.sequences); },
-            [&] {
-                return std::to_string(largest([&](auto const& s) { return s.rows(plan_.rank); })) + ", " +
-                       std::to_string(sequences);
-            },
-            here);
+        auto const exactly = [&] { return std::to_string(largest([&](auto const& s) { return s.rows(plan_.rank); })); };
+        require(rows <= most.rows && sequences <= most.sequences, "movement", "rows and sequences of the batch",
+                detail::in_words("at most ", most.rows, ", ", most.sequences),
+                detail::in_words(exactly, ", ", sequences), here);
     }
     /// Throws unless shardings have the ranks and sections of others.
     template <std::size_t... I>
@@ -8181,9 +8183,7 @@ public:
                             "ascending ranks of 0 to " + std::to_string(all.ranks() - 1), std::to_string(members_[i]),
                             here);
         auto const own = std::ranges::find(members_, all.rank());
-        require(
-            own != members_.end(), "subgroup", "members", [&] { return "rank " + std::to_string(all.rank()); },
-            "others", here);
+        require(own != members_.end(), "subgroup", "members", detail::in_words("rank ", all.rank()), "others", here);
         rank_ = static_cast<int>(own - members_.begin());
     }
 
@@ -8225,9 +8225,8 @@ subgroup(X const& = {}, detail::any = {}, detail::any = {}) -> subgroup<detail::
 /// Throws `cpx::error` unless the size divides that of the whole group.
 template <transport Comm>
 subgroup<Comm> neighbours(Comm& all, int size, caller here = caller::here()) {
-    require(
-        size > 0 && all.ranks() % size == 0, "neighbours", "size",
-        [&] { return "a divisor of the ranks, " + std::to_string(all.ranks()); }, size, here);
+    require(size > 0 && all.ranks() % size == 0, "neighbours", "size",
+            detail::in_words("a divisor of the ranks, ", all.ranks()), size, here);
     std::vector<int> members;
     for (int i = 0; i < size; ++i) members.push_back(all.rank() / size * size + i);
     return {all, std::move(members), here};
@@ -8391,7 +8390,7 @@ private:
 
     static void require_ranks(char const* where, int ranks, caller here) {
         detail::require_ranks(where, "ranks", std::min(ranks, most_ranks), here);
-        require(ranks <= most_ranks, where, "ranks", "at most " + std::to_string(most_ranks) + ", one thread each",
+        require(ranks <= most_ranks, where, "ranks", detail::in_words("at most ", most_ranks, ", one thread each"),
                 ranks, here);
     }
 

@@ -24,7 +24,7 @@ concept gpu_number = std::same_as<T, float> || std::same_as<T, __nv_bfloat16> ||
 
 namespace detail {
 
-using cpx::detail::in_place, cpx::detail::operand, cpx::detail::require_apart;
+using cpx::detail::in_place, cpx::detail::in_words, cpx::detail::operand, cpx::detail::require_apart;
 
 /// Returns the largest power of two up to 16 that divides all of `places`: addresses, and distances in bytes.
 inline int vector_bytes(std::initializer_list<index_t> places) {

@@ -91,12 +91,11 @@ void require_result(char const* where, char const* what, conv_parts<T> const& pa
         if (head_dim > 0) {
             index_t const lanes = head_dim / vector;
             require(head_dim % vector == 0 && lanes <= 32 && std::has_single_bit(static_cast<std::size_t>(lanes)),
-                    where, ("head_dim of " + name).c_str(), std::to_string(vector) + " times a power of two up to 32",
+                    where, ("head_dim of " + name).c_str(), in_words(vector, " times a power of two up to 32"),
                     head_dim, here);
             require(data.width() % head_dim == 0 && end % head_dim == 0, where,
-                    ("first channel and width of " + name).c_str(),
-                    "multiples of head_dim, " + std::to_string(head_dim),
-                    std::to_string(end) + ", " + std::to_string(data.width()), here);
+                    ("first channel and width of " + name).c_str(), in_words("multiples of head_dim, ", head_dim),
+                    in_words(end, ", ", data.width()), here);
         }
         end += data.width();
     }

@@ -64,8 +64,8 @@ public:
         auto next = conv_batch_of(where, before, after, kernels::conv_max_taps, go_on_, here);
         auto const& tables = next.tables;
         require(next.rows <= most_ && std::ssize(tables) <= tables_.size(), where, "rows and numbers of the plan",
-                "at most " + std::to_string(most_) + ", " + std::to_string(tables_.size()),
-                std::to_string(next.rows) + ", " + std::to_string(tables.size()), here);
+                cpx::detail::in_words("at most ", most_, ", ", tables_.size()),
+                cpx::detail::in_words(next.rows, ", ", tables.size()), here);
         write_numbers(tables, tables_.data(), in, here);
         now_ = std::move(next);
     }

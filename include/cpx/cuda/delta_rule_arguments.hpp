@@ -144,7 +144,7 @@ void require_delta_rows(char const* where, gated_delta_rule_shape const& shape, 
     index_t const tokens = in.k.count();
     require(shape.key_heads >= 1, where, "key heads", "at least 1", shape.key_heads, here);
     require(shape.value_heads >= 1 && shape.value_heads % shape.key_heads == 0, where, "value heads",
-            "a multiple of the key heads, " + std::to_string(shape.key_heads), shape.value_heads, here);
+            in_words("a multiple of the key heads, ", shape.key_heads), shape.value_heads, here);
     require(shape.key_dim >= 1 && shape.key_dim <= 256, where, "key_dim", "from 1 to 256", shape.key_dim, here);
     require(shape.value_dim >= 1 && shape.value_dim <= 65536, where, "value_dim", "from 1 to 65536", shape.value_dim,
             here);
@@ -189,7 +189,7 @@ void require_delta_apart(char const* where, gated_delta_rule_input<T> const& in,
 
 inline void require_bytes(char const* where, std::string const& what, index_t bytes, std::span<char> memory,
                           caller here) {
-    require(std::ssize(memory) >= bytes, where, ("bytes of " + what).c_str(), "at least " + std::to_string(bytes),
+    require(std::ssize(memory) >= bytes, where, ("bytes of " + what).c_str(), in_words("at least ", bytes),
             memory.size(), here);
     require(address(memory.data()) % 256 == 0, where, ("address of " + what).c_str(), "a multiple of 256",
             address(memory.data()), here);

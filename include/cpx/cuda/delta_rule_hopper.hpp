@@ -204,7 +204,7 @@ void launch_delta_hopper_fold(delta_call<Erases, T> const& of, std::span<float> 
     launch_delta_fold(of, k, v, walk, {maps.data(), ends.data(), true}, of.space.sequences);
 }
 
-/// Calls `f` with how many halves of a chain a block takes, as an std::integral_constant: where blocks are enough, both,
+/// Calls `f` with how many halves of a chain a block takes, as an std::integral_constant: both where blocks are enough,
 /// for then what these share counts. Those of a decay share little.
 template <bool Erases, class F>
 void with_halves(bool enough, F&& f) {

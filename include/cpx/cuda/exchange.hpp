@@ -230,9 +230,8 @@ private:
         return {source.width, target.width, source.stride, target.stride, static_cast<index_t>(sizeof(T))};
     }
     ready const& plan_of(index_t number, caller here) const {
-        require(
-            number >= 0 && number < std::ssize(plans_), where, "number of the plan",
-            [&] { return "less than " + std::to_string(plans_.size()); }, number, here);
+        require(number >= 0 && number < std::ssize(plans_), where, "number of the plan",
+                detail::in_words("less than ", plans_.size()), number, here);
         return plans_[static_cast<std::size_t>(number)];
     }
     static std::size_t bytes(index_t elements) { return static_cast<std::size_t>(elements) * sizeof(T); }
@@ -265,7 +264,7 @@ private:
         }
         if (!later) return made;
         auto const fits = [&](char const* what, index_t count, index_t most) {
-            if (count > most) throw error(where, what, "at most " + std::to_string(most), std::to_string(count), here);
+            require(count <= most, where, what, detail::in_words("at most ", most), count, here);
         };
         fits("rectangles of the plans", std::ssize(made.list), room());
         fits("bytes that leave or come", made.staged, staged_out_.size());

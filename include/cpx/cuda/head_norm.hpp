@@ -20,7 +20,7 @@ namespace detail {
 template <class T>
 void norm_given(char const* where, norm_input<T> const& n, caller here) {
     require(n.dim() > 0 && n.x.width() % n.dim() == 0, where, "width of x",
-            "a multiple of the size of weight, " + std::to_string(n.dim()), n.x.width(), here);
+            in_words("a multiple of the size of weight, ", n.dim()), n.x.width(), here);
     require_rows(where, {{"x", n.x}, {"weight", n.weight, 1, n.dim()}}, here);
     if (n.z.data()) require_rows(where, {{"z", n.z, n.x.count(), n.x.width()}}, here);
 }
@@ -88,7 +88,8 @@ template <class T>
 void normalise_heads(rows<T const> x, index_t dim, rows<T> y, bool back, cudaStream_t stream,
                      caller here = caller::here()) {
     char const* const where = "cuda::normalise_heads";
-    require(dim >= 1 && x.width() % dim == 0, where, "width", "whole heads of " + std::to_string(dim), x.width(), here);
+    require(dim >= 1 && x.width() % dim == 0, where, "width", detail::in_words("whole heads of ", dim), x.width(),
+            here);
     detail::require_rows(where, {{"x", x}, {"y", y, x.count(), x.width()}}, here);
     detail::require_apart(where, {{"y", y}}, {{"x", x}}, here);
     index_t const heads = x.width() / dim, items = x.count() * heads;

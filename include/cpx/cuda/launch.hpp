@@ -47,8 +47,8 @@ void launch(void (*kernel)(P...), dim3 grid, dim3 block, std::size_t shared, cud
             caller here, std::type_identity_t<P> const&... arguments) {
     detail::launch_kernel(false, kernel, grid, block, shared, stream, what, here, arguments...);
 }
-/// The same of a kernel that calls `kernels::wait_for_previous_kernel()` before it touches what kernels write: where its
-/// code is of sm_90 or later, its blocks come to the multiprocessors while the kernel before it ends.
+/// The same of a kernel that calls `kernels::wait_for_previous_kernel()` before it touches what kernels write: where
+/// its code is of sm_90 or later, its blocks come to the multiprocessors while the kernel before it ends.
 template <class... P>
 void launch_early(void (*kernel)(P...), dim3 grid, dim3 block, std::size_t shared, cudaStream_t stream,
                   char const* what, caller here, std::type_identity_t<P> const&... arguments) {

@@ -45,7 +45,7 @@ public:
         index_t const limit = std::numeric_limits<int>::max() / 4;
         auto const sizes = {most.rows, most.segments, most.sequences, most.images, most.videos};
         require(std::min(sizes) >= 0 && std::max(sizes) < limit / ranks, where, "capacity",
-                "0 to " + std::to_string(limit / ranks - 1), std::min(sizes) < 0 ? std::min(sizes) : std::max(sizes),
+                detail::in_words("0 to ", limit / ranks - 1), std::min(sizes) < 0 ? std::min(sizes) : std::max(sizes),
                 here);
         require(of.merge > 0, where, "merge", "at least 1", of.merge, here);
         require(of.tokens_per_second >= 0 && of.tokens_per_second < 1 << 20, where, "tokens_per_second",
@@ -247,7 +247,7 @@ private:
     static index_t tiles_of(index_t rows) { return (rows + kernels::media_threads - 1) / kernels::media_threads; }
     static void check_call(cudaError_t result, caller here) { cuda::check(result, where, here); }
     static void require_room(char const* what, index_t count, index_t most, caller here) {
-        if (count > most) throw error(where, what, "at most " + std::to_string(most), std::to_string(count), here);
+        require(count <= most, where, what, detail::in_words("at most ", most), count, here);
     }
     void set_rows(index_t rows) {
         work_.rows = static_cast<int>(rows);

@@ -78,7 +78,7 @@ public:
         constexpr section whole;
         auto const groups = sections.empty() ? std::span(&whole, 1) : sections;
         require(std::ssize(groups) <= kernels::most_sections, "cuda::relayout", "sections",
-                "at most " + std::to_string(kernels::most_sections), groups.size(), here);
+                detail::in_words("at most ", kernels::most_sections), groups.size(), here);
         // Loads the kernel now: if its first launch loads it, that waits for kernels that wait for this one.
         cudaFuncAttributes loaded{};
         check(cudaFuncGetAttributes(&loaded, kernels::relayout_push<source_side, target_side>), "cudaFuncGetAttributes",
@@ -151,20 +151,16 @@ public:
         cpx::detail::require_own(where, "ranks of the memory", memory.first + memory.meeting.rank,
                                  std::max(ranks, memory.first + peers), rank_, ranks, here);
         require(offset % 16 == 0, where, "alignment of the target", "16 bytes", offset % 16, here);
-        require(
-            offset >= 0 && offset + target_bytes() <= memory.bytes, where, "bytes of the target",
-            [&] { return "at most those after the offset, " + std::to_string(memory.bytes - offset); }, target_bytes(),
-            here);
+        require(offset >= 0 && offset + target_bytes() <= memory.bytes, where, "bytes of the target",
+                detail::in_words("at most those after the offset, ", memory.bytes - offset), target_bytes(), here);
         detail::require_memory(where, {{"source", from}, {"offsets", batch}}, here);
         std::span const target(memory.base[memory.meeting.rank] + offset, static_cast<std::size_t>(target_bytes()));
         detail::require_apart(where, {{"target", target}}, {{"source", from}, {"offsets", batch}}, here);
         int most = 0;
         check(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, memory.device),
               "cudaDeviceGetAttribute", here);
-        require(
-            tables(memory, batch) + 1024 <= static_cast<std::size_t>(most), where, "sequences",
-            [&] { return "few enough for tables of " + std::to_string(most - 1024) + " bytes"; }, std::ssize(batch) - 1,
-            here);
+        require(tables(memory, batch) + 1024 <= static_cast<std::size_t>(most), where, "sequences",
+                detail::in_words("few enough for tables of ", most - 1024, " bytes"), std::ssize(batch) - 1, here);
     }
 
     /// Returns what the kernel is told of the rows of a call; see there.

@@ -76,7 +76,7 @@ public:
     /// device reads the table. Throws `cpx::error` as above, or if there is no room.
     void write(std::vector<segment> const& segments, caller here = caller::here()) {
         require(std::ssize(segments) <= begins_.size(), "cuda::segment_table", "segments",
-                "at most " + std::to_string(begins_.size()), segments.size(), here);
+                detail::in_words("at most ", begins_.size()), segments.size(), here);
         std::vector<kernels::segment_begin> list;
         index_t row = 0;
         for (segment const& s : segments) {
@@ -109,7 +109,7 @@ public:
             index_t const sequences = of.batch().sequences(), segments = sequences * of.policy().chunks(rank);
             require(std::ssize(offsets) == sequences + 1, where, "offsets", sequences + 1, offsets.size(), here);
             require(segments <= begins_.size(), where, "segments, empty ones too",
-                    "at most " + std::to_string(begins_.size()), segments, here);
+                    detail::in_words("at most ", begins_.size()), segments, here);
             detail::require_memory(where, {{"offsets", offsets}}, here);
             launch_early(kernels::find_segments<P, Cut, I>, 1, 32, 0, stream, where, here, of.policy(), of.cut(), rank,
                          offsets.data(), static_cast<int>(sequences), begins_.data(), static_cast<int>(begins_.size()));
@@ -182,13 +182,12 @@ void require_rotated(char const* where, rotated<T> const& tensor, std::span<rota
     auto const& [x, y] = tensor;
     require_sizes(where, {"x", x}, here);
     require_sizes(where, {"y", y}, here);
-    require(x.count() == positions.count(), where, "rows of x",
-            "as many as positions, " + std::to_string(positions.count()), x.count(), here);
-    require(x.width() % head_dim == 0, where, "width of x", "a multiple of head_dim, " + std::to_string(head_dim),
-            x.width(), here);
+    require(x.count() == positions.count(), where, "rows of x", in_words("as many as positions, ", positions.count()),
+            x.count(), here);
+    require(x.width() % head_dim == 0, where, "width of x", in_words("a multiple of head_dim, ", head_dim), x.width(),
+            here);
     require(y.count() == x.count() && y.width() == x.width(), where, "rows and width of y",
-            std::to_string(x.count()) + ", " + std::to_string(x.width()),
-            std::to_string(y.count()) + ", " + std::to_string(y.width()), here);
+            in_words(x.count(), ", ", x.width()), in_words(y.count(), ", ", y.width()), here);
     require_apart(where, {{"y", y}}, {{"x", x}}, here, in_place::yes);
     require_apart(where, {{"y", y}}, {positions.list()}, here);
     for (auto const& other : before) {
@@ -203,8 +202,8 @@ template <gpu_number T>
 kernels::rotary_call check_rotated(char const* where, std::span<rotated<T> const> tensors, index_t head_dim,
                                    rotary_pairs const& pairs, rotary_positions const& positions, caller here) {
     index_t const half = pairs.size(), element = static_cast<index_t>(sizeof(T)), most = kernels::most_rotated;
-    require(!tensors.empty() && std::ssize(tensors) <= most, where, "tensors", "1 to " + std::to_string(most),
-            tensors.size(), here);
+    require(!tensors.empty() && std::ssize(tensors) <= most, where, "tensors", in_words("1 to ", most), tensors.size(),
+            here);
     require(head_dim > 0 && head_dim <= (1 << 20), where, "head_dim", "1 to 2^20", head_dim, here);
     require(2 * half <= head_dim, where, "pairs", "at most head_dim / 2", half, here);
     require(positions.axes() == 1 || (positions.axes() == 3 && (pairs.multimodal() || half == 0)), where,

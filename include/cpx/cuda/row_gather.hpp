@@ -43,8 +43,8 @@ void require_listed(char const* where, rows<T const> from, std::span<I const> li
     require_sizes(where, {"from", from}, here);
     require_sizes(where, {"to", to}, here);
     require(from.width() == to.width(), where, "width of to", from.width(), to.width(), here);
-    require(std::ssize(list) == listed.count(), where, "numbers in the list",
-            std::string(of) + ", " + std::to_string(listed.count()), list.size(), here);
+    require(std::ssize(list) == listed.count(), where, "numbers in the list", in_words(of, ", ", listed.count()),
+            list.size(), here);
     require(order.empty() || order.size() == list.size(), where, "numbers in the order", list.size(), order.size(),
             here);
     require_memory(where, {{"from", from}, {"to", to}, {"list", list}, {"order", order}}, here);

@@ -54,7 +54,7 @@ public:
             first = end;
         }
         require(size <= this->bytes() - first, "cuda::shared_memory", "bytes of a tensor",
-                "at most the free ones, of " + std::to_string(this->bytes()), bytes);
+                cpx::detail::in_words("at most the free ones, of ", this->bytes()), bytes);
         blocks_[first] = first + size;
         return data() + first;
     }

@@ -80,7 +80,7 @@ public:
         int const most = mine.multiProcessorCount / static_cast<int>(sharers);
         if (wanted == 0) return std::min(128, most);
         require(wanted >= 1 && wanted <= most, "cuda::window", "blocks",
-                "1 to the multiprocessors, " + std::to_string(most), wanted, here);
+                cpx::detail::in_words("1 to the multiprocessors, ", most), wanted, here);
         return wanted;
     }
 

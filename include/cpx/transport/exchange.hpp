@@ -39,7 +39,7 @@ void check_buffer(char const* by, char const* which, rows<T> const& buffer, end_
     std::string const where = std::string(by) + ", " + which; // made where it is needed: this runs at every call
     require(buffer.count() == end.rows, where.c_str(), "rows of the buffer", end.rows, buffer.count(), here);
     require(fits, where.c_str(), "width of the buffer", end.width, buffer.width(), here);
-    require(apart, where.c_str(), "stride of the buffer", "at least its width " + std::to_string(buffer.width()),
+    require(apart, where.c_str(), "stride of the buffer", in_words("at least its width ", buffer.width()),
             buffer.stride(), here);
     throw error(where.c_str(), "buffer", "memory", "null", here);
 }

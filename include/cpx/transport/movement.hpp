@@ -169,9 +169,8 @@ public:
     }
     /// Runs exchange `k` of a carry, from the segments before or after. Collective.
     void operator()(index_t k, side from, rows<T const> given, rows<T> got, caller here = caller::here()) {
-        require(
-            k >= 0 && (!listed_ || k < plan_.steps), "movement", "exchange", // else what is prepared knows how many
-            [&] { return "less than " + std::to_string(plan_.steps); }, k, here);
+        require(k >= 0 && (!listed_ || k < plan_.steps), "movement", "exchange", // else what is prepared knows how many
+                detail::in_words("less than ", plan_.steps), k, here);
         run(from == side::after, k, given, got, here);
     }
 
@@ -246,14 +245,10 @@ private:
             return std::apply([&](auto const&... s) { return std::max({index_t{0}, rows(s)...}); }, shardings);
         };
         index_t const rows = largest([&](auto const& s) { return detail::about_rows(s, plan_.rank, most.rows); });
-        require(
-            rows <= most.rows && sequences <= most.sequences, "movement", "rows and sequences of the batch",
-            [&] { return "at most " + std::to_string(most.rows) + ", " + std::to_string(most.sequences); },
-            [&] {
-                return std::to_string(largest([&](auto const& s) { return s.rows(plan_.rank); })) + ", " +
-                       std::to_string(sequences);
-            },
-            here);
+        auto const exactly = [&] { return std::to_string(largest([&](auto const& s) { return s.rows(plan_.rank); })); };
+        require(rows <= most.rows && sequences <= most.sequences, "movement", "rows and sequences of the batch",
+                detail::in_words("at most ", most.rows, ", ", most.sequences),
+                detail::in_words(exactly, ", ", sequences), here);
     }
     /// Throws unless shardings have the ranks and sections of others.
     template <std::size_t... I>

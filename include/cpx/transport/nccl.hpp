@@ -350,7 +350,7 @@ private:
     nccl(int rank, std::vector<int> numbers, std::chrono::milliseconds deadline, std::string const& page, caller here)
         : rank_(rank), ranks_(static_cast<int>(numbers.size())), numbers_(std::move(numbers)),
           deadline_(detail::checked_deadline("nccl", deadline, here)) {
-        require(rank >= 0 && rank < ranks_, "nccl", "rank", "0 to " + std::to_string(ranks_ - 1), rank, here);
+        require(rank >= 0 && rank < ranks_, "nccl", "rank", detail::in_words("0 to ", ranks_ - 1), rank, here);
         require(done(cudaGetDevice(&device_)), "nccl", "cudaGetDevice", "a device", "none", here);
         present_ = std::make_shared<roll_call>(page, rank, numbers_);
     }

@@ -38,7 +38,7 @@ inline int variable(char const* name, int lowest, int highest, caller here) {
     char* end = nullptr;
     long const value = text ? std::strtol(text, &end, 10) : lowest - 1;
     require(text && *text && !*end && value >= lowest && value <= highest, "nccl", name,
-            std::to_string(lowest) + " to " + std::to_string(highest), text ? text : "nothing", here);
+            in_words(lowest, " to ", highest), text ? text : "nothing", here);
     return static_cast<int>(value);
 }
 

@@ -129,7 +129,7 @@ private:
 
     static void require_ranks(char const* where, int ranks, caller here) {
         detail::require_ranks(where, "ranks", std::min(ranks, most_ranks), here);
-        require(ranks <= most_ranks, where, "ranks", "at most " + std::to_string(most_ranks) + ", one thread each",
+        require(ranks <= most_ranks, where, "ranks", detail::in_words("at most ", most_ranks, ", one thread each"),
                 ranks, here);
     }
 
