@@ -84,12 +84,12 @@ private:
 template <class T>
 class batch_exchange {
 public:
-    /// As `exchange`. `ways`: lanes of the plans there and of those back, empty ones where there are none. Collective.
-    batch_exchange(std::span<plan const> plans, std::array<std::vector<lane_plan>, 2> ways, index_t width,
-                   communicator& comm, exchange_options const& of, caller here)
-        : comm_(comm), there_(ways[0].size()), lanes_(std::move(ways[0])),
+    /// As `exchange`. `there`, `back`: lanes of the plans there and of those back, where there are any. Collective.
+    batch_exchange(std::span<plan const> plans, std::vector<lane_plan> there, std::vector<lane_plan> const& back,
+                   index_t width, communicator& comm, exchange_options const& of, caller here)
+        : comm_(comm), there_(there.size()), lanes_(std::move(there)),
           by_(plans, width, comm.nccl_communicator(), of, here) {
-        lanes_.insert(lanes_.end(), ways[1].begin(), ways[1].end());
+        lanes_.insert(lanes_.end(), back.begin(), back.end());
         if (plans.empty() || !detail::batch_tables::may_bring(lanes_))
             lanes_.clear(); // without plans there are no ids, either
         else
@@ -160,9 +160,8 @@ private:
     one_way ready(Plan const& p, bool back, capacity const& most, range others, caller here) const {
         exchange_options const of{.others = others, .room = kind::room(p, width_, most, here)};
         return kind::exchanges(p, width_, back, [&](std::span<plan const> plans) {
-            std::array ways{kind::lanes(p, width_, back), std::vector<lane_plan>()};
-            return std::make_unique<batch_exchange<T>>(plans, std::move(ways), kind::row_width(width_), comm_, of,
-                                                       here);
+            return std::make_unique<batch_exchange<T>>(plans, kind::lanes(p, width_, back), std::vector<lane_plan>(),
+                                                       kind::row_width(width_), comm_, of, here);
         });
     }
 

@@ -212,10 +212,6 @@ private:
             detail::mpi_check(MPI_Comm_idup(group, &comm_, &request), "MPI_Comm_idup", here);
         detail::mpi_wait_for_all(where, request, deadline_, here);
         if (color) detail::mpi_check(MPI_Comm_split(group, *color, 0, &comm_), "MPI_Comm_split", here);
-        prepare(here);
-    }
-
-    void prepare(caller here) {
         detail::mpi_check(MPI_Comm_set_errhandler(comm_, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler", here);
         detail::mpi_check(MPI_Comm_rank(comm_, &rank_), "MPI_Comm_rank", here);
         detail::mpi_check(MPI_Comm_size(comm_, &ranks_), "MPI_Comm_size", here);

@@ -139,8 +139,8 @@ private:
         moved.local = true;      // the ranks have compared their plans
         exchange_options of{.from_stride = stride};
         if (later_) of.room = {2 * beside_, beside_ * channels_};
-        std::array ways{std::move(lanes), std::vector<lane_plan>()};
-        to.emplace(std::span<cpx::plan const>(&moved, 1), std::move(ways), channels_, comm_, of, here);
+        to.emplace(std::span<cpx::plan const>(&moved, 1), std::move(lanes), std::vector<lane_plan>(), channels_, comm_,
+                   of, here);
     }
 
     index_t going_on() const { return go_on_ ? sharding_.batch().sequences() : 0; }

@@ -70,9 +70,9 @@ public:
             auto room = most_.rows > 0 ? kind::room(plan, widths, most_, here) : movement_room{};
             room.runs *= 2;
             list([&](std::span<cpx::plan const> plans) {
-                std::array ways{kind::lanes(plan, widths, false), kind::lanes(plan, widths, true)};
-                move_ = std::make_unique<batch_exchange<float>>(plans, std::move(ways), kind::row_width(widths), comm_,
-                                                                exchange_options{.room = room}, here);
+                move_ = std::make_unique<batch_exchange<float>>(
+                    plans, kind::lanes(plan, widths, false), kind::lanes(plan, widths, true), kind::row_width(widths),
+                    comm_, exchange_options{.room = room}, here);
             });
         }
         batch_ = batch;
