@@ -21,11 +21,12 @@ inline dim3 dims(index_t x, index_t y = 1, index_t z = 1) {
 template <class... P>
 void launch_kernel(bool early, void (*kernel)(P...), dim3 grid, dim3 block, std::size_t shared, cudaStream_t stream,
                    char const* what, caller here, std::type_identity_t<P> const&... arguments) {
-    if (shared > 48 * 1024)
-        check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)),
-              "cudaFuncSetAttribute", here);
+    int const dynamic = static_cast<int>(shared);
     cudaFuncAttributes code{};
-    if (early) check(cudaFuncGetAttributes(&code, kernel), "cudaFuncGetAttributes", here);
+    if (early || dynamic > 0) check(cudaFuncGetAttributes(&code, kernel), "cudaFuncGetAttributes", here);
+    if (dynamic > code.maxDynamicSharedSizeBytes) // which is 48 KiB less what is static, until it has been set
+        check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, dynamic),
+              "cudaFuncSetAttribute", here);
     cudaLaunchAttribute serialized{};
     serialized.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     serialized.val.programmaticStreamSerializationAllowed = 1;
@@ -35,7 +36,7 @@ void launch_kernel(bool early, void (*kernel)(P...), dim3 grid, dim3 block, std:
     config.dynamicSmemBytes = shared;
     config.stream = stream;
     config.attrs = &serialized;
-    config.numAttrs = code.ptxVersion >= 90 ? 1 : 0; // else nothing in the code waits
+    config.numAttrs = early && code.ptxVersion >= 90 ? 1 : 0; // else nothing in the code waits
     check(cudaLaunchKernelEx(&config, kernel, arguments...), what, here);
 }
 

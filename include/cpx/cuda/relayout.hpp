@@ -132,12 +132,8 @@ public:
         kernels::relayout_rows const r = arguments(from, memory, offset, batch);
         auto const range = named_range<"cpx relayout, one kernel">();
         auto const kernel = kernels::relayout_push<source_side, target_side>;
-        std::size_t const shared = tables(memory, batch);
-        if (shared > 48 * 1024)
-            check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)),
-                  "cudaFuncSetAttribute", here);
-        launch_early(kernel, dim3(static_cast<unsigned>(memory.blocks)), dim3(512), shared, stream, "relayout_push",
-                     here, from_, to_, r, memory.meeting);
+        launch_early(kernel, detail::dims(memory.blocks), 512, tables(memory, batch), stream, "relayout_push", here,
+                     from_, to_, r, memory.meeting);
     }
 
     /// Throws `cpx::error` if the buffers of a call do not fit.
