@@ -63,34 +63,30 @@ attention_path attention_path_of(index_t dim, caller here = caller::here()) {
 namespace detail {
 
 /// A rank's rows in device memory, written in stream order, in tiles of `rows`. Cost: O(segments + sequences).
-class attention_places {
-public:
+struct attention_places {
+    block<index_t> numbers;
+    index_t tiles = 0;
+    kernels::attended_places view{};
+
     template <any_sharding S>
     attention_places(S const& sharding, int rank, int rows, memory const& in, caller here) {
         place_lists const lists(sharding, rank, rows, here);
-        tiles_ = lists.tiles();
-        require(tiles_ < index_t{1} << 31, "attention", "tiles of rows", "less than 2^31", tiles_, here);
-        std::vector<index_t> numbers;
+        tiles = lists.tiles();
+        require(tiles < index_t{1} << 31, "attention", "tiles of rows", "less than 2^31", tiles, here);
+        std::vector<index_t> listed;
         for (auto const* part : {&lists.first, &lists.first_tile, &lists.place, &lists.row, &lists.token})
-            numbers.insert(numbers.end(), part->begin(), part->end());
-        numbers_ = numbers_on_device(in, numbers, here);
+            listed.insert(listed.end(), part->begin(), part->end());
+        numbers = numbers_on_device(in, listed, here);
         auto const sequences = lists.first.size() - 1, segments = lists.place.size();
-        index_t const *const by_sequence = numbers_.data(), *const by_segment = by_sequence + 2 * (sequences + 1);
-        view_ = {by_sequence,
-                 by_sequence + sequences + 1,
-                 by_segment,
-                 by_segment + segments,
-                 by_segment + 2 * segments,
-                 static_cast<int>(sequences),
-                 static_cast<int>(segments)};
+        index_t const *const by_sequence = numbers.data(), *const by_segment = by_sequence + 2 * (sequences + 1);
+        view = {by_sequence,
+                by_sequence + sequences + 1,
+                by_segment,
+                by_segment + segments,
+                by_segment + 2 * segments,
+                static_cast<int>(sequences),
+                static_cast<int>(segments)};
     }
-    index_t tiles() const { return tiles_; }
-    kernels::attended_places const& view() const { return view_; }
-
-private:
-    block<index_t> numbers_;
-    index_t tiles_ = 0;
-    kernels::attended_places view_{};
 };
 
 /// Launches a block of 256 threads for each tile and head.
@@ -133,8 +129,8 @@ struct attention_arguments {
           tensors{of.q,
                   of.k,
                   of.v,
-                  of_queries.view(),
-                  of_keys.view(),
+                  of_queries.view,
+                  of_keys.view,
                   of.first_query,
                   of.first_key,
                   static_cast<int>(of.group),
@@ -199,7 +195,7 @@ attention_path attend(attention_rows<T, Q, K> const& of, rows<T> o, rows<float> 
     if (detail::attend_by_engine(of, o, lse, here)) return attention_path::engine;
     detail::attention_arguments<T> const on(of, tile, tile, here);
     auto const launch = [&](auto kernel, int shared) {
-        detail::launch_tiles(where, kernel, on.of_queries.tiles(), of.query_heads, shared, of.in.stream(), here,
+        detail::launch_tiles(where, kernel, on.of_queries.tiles, of.query_heads, shared, of.in.stream(), here,
                              on.tensors, o, lse);
     };
     detail::on_path<T>(
@@ -223,7 +219,7 @@ attention_path attend_backward_queries(attention_rows<T, Q, K> const& of,
     detail::require_memory(where, {{"dq", dq}}, here);
     auto const range = named_range<"cpx attention_backward_queries">();
     auto const launch = [&](auto kernel, int shared) {
-        detail::launch_tiles(where, kernel, on.of_queries.tiles(), of.query_heads, shared, of.in.stream(), here,
+        detail::launch_tiles(where, kernel, on.of_queries.tiles, of.query_heads, shared, of.in.stream(), here,
                              on.tensors, from, dq);
     };
     detail::on_path<T>(
@@ -252,7 +248,7 @@ attention_path attend_backward_keys(attention_rows<T, Q, K> const& of,
         detail::attention_arguments<T> const on(of, tile, tile, here);
         detail::require_gradients(where, from, here);
         detail::require_memory(where, {{"dk", dk}, {"dv", dv}}, here);
-        detail::launch_tiles(where, kernel, on.of_keys.tiles(), of.query_heads / each, shared, of.in.stream(), here,
+        detail::launch_tiles(where, kernel, on.of_keys.tiles, of.query_heads / each, shared, of.in.stream(), here,
                              on.tensors, from, static_cast<int>(each), sums..., dk, dv);
     };
     detail::on_path<T>(

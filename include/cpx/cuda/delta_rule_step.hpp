@@ -52,8 +52,7 @@ void gated_delta_rule_step(gated_delta_rule_shape const& shape,
     if (count == 0) return;
     auto const launch = [&](auto keys, auto channels) {
         constexpr index_t columns = 32 * channels;
-        dim3 const grid(static_cast<unsigned>(count), static_cast<unsigned>(shape.value_heads),
-                        static_cast<unsigned>((shape.value_dim + columns - 1) / columns));
+        auto const grid = dims(count, shape.value_heads, (shape.value_dim + columns - 1) / columns);
         kernels::delta_rule_decode<T, keys, channels><<<grid, 256, 0, stream>>>(
             {delta_view(in.q), delta_view(in.k), delta_view(in.v), delta_view(in.g), delta_view(in.beta),
              in.slots.empty() ? nullptr : in.slots.data(), static_cast<int>(shape.key_heads),
