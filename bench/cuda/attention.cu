@@ -5,7 +5,7 @@
 #include "timing.hpp"
 
 #include <cpx/core/thd.hpp>
-#include <cpx/cuda/attention_calls.hpp>
+#include <cpx/cuda/attention.hpp>
 #include <cpx/cuda/elements.hpp>
 #include <cpx/layout/head_sharded.hpp>
 

@@ -204,6 +204,13 @@ std::string show(F const& text) {
     return text();
 }
 
+/// Returns what makes a text of these texts and numbers when it is called: by `require`, on failure alone. Lives no
+/// longer than they.
+template <class... X>
+auto in_words(X const&... parts) {
+    return [&parts...] { return (show(parts) + ...); };
+}
+
 } // namespace detail
 
 /// Throws `cpx::error` unless `holds`. `expected` and `got` are numbers, texts or functions that return a text, which
@@ -7193,8 +7200,7 @@ namespace cpx {
 ///
 /// These are courtesies: to name the rank at fault in the error, at once, and to check the id. The ranks of one call
 /// have the same id, or all compare their plans (see `identity::agreement`). A transport that sends the id along and
-/// gives it to `require_same_exchange` finds ranks that are in different exchanges; another one hands rows of one
-/// exchange to ranks that are in another.
+/// gives it to `require_same_exchange` finds ranks in different exchanges; another one mixes their rows.
 ///
 /// `testing::check_transport` tests all of this.
 template <class T>
@@ -7229,6 +7235,17 @@ concept device_transport =
 template <class T>
 concept any_transport = transport<T> || device_transport<T>;
 
+/// Returns the memory that the ranks of a transport have.
+template <any_transport Comm>
+auto rank_memory(Comm const& comm) {
+    if constexpr (device_transport<Comm>)
+        return typename Comm::memory_type(comm.memory());
+    else
+        return host_memory();
+}
+template <any_transport Comm>
+using rank_memory_of = decltype(rank_memory(std::declval<Comm const&>()));
+
 namespace detail {
 
 /// What a class on a transport deduces where none fits; its constructor says so.
@@ -7238,29 +7255,6 @@ struct no_transport {
     std::unordered_set<std::uint64_t>& agreed();
     void transfer(identity const&, std::span<outgoing const>, std::span<incoming const>);
 };
-
-template <class Comm>
-struct rank_memory {
-    using type = host_memory;
-    static host_memory of(Comm const&) { return {}; }
-};
-template <device_transport Comm>
-struct rank_memory<Comm> {
-    using type = typename Comm::memory_type;
-    static type of(Comm const& comm) { return comm.memory(); }
-};
-
-} // namespace detail
-
-/// The memory that the ranks of a transport have.
-template <any_transport Comm>
-using rank_memory_of = typename detail::rank_memory<Comm>::type;
-template <any_transport Comm>
-rank_memory_of<Comm> rank_memory(Comm const& comm) {
-    return detail::rank_memory<Comm>::of(comm);
-}
-
-namespace detail {
 
 /// Returns this rank. Throws `cpx::error` if the sharding is not of as many ranks as the transport.
 template <any_sharding S, any_transport Comm>
@@ -7278,8 +7272,7 @@ tensor<T, S, rank_memory_of<Comm>> make_tensor(S const& sharding, Comm const& co
     return {sharding, detail::rank_in("make_tensor", sharding, comm, here), width, rank_memory(comm), here};
 }
 
-/// Returns rows of zeros that are no batch's, such as a weight, in the memory of this rank of a transport:
-/// `make_rows<float>(comm, channels, taps)`.
+/// Returns rows of zeros for this rank that are no batch's, such as a weight: `make_rows<float>(comm, channels, taps)`.
 template <class T, any_transport Comm>
 row_buffer<T, rank_memory_of<Comm>> make_rows(Comm const& comm, index_t count, index_t width,
                                               caller here = caller::here()) {
@@ -7290,19 +7283,6 @@ detail::refused make_rows(X const& = {}, detail::any = {}, detail::any = {}, det
     static_assert(detail::never<X>,
                   "cpx: make_rows<T>(comm, count, width) wants a cpx::transport and how many rows of which width");
     return {};
-}
-
-/// Throws `cpx::error`, which names both ranks and the first field in which their plans differ, unless the exchange
-/// `mine`, which `rank` is in, is that of a message from `peer`. `where` is the transport's name. Of batches it names
-/// the first offset, or valid length, if this process has exchanged rows of both.
-inline void require_same_exchange(char const* where, identity const& mine, int rank, identity const& theirs, int peer) {
-    if (mine.same_exchange(theirs)) return;
-    detail::difference const first(mine, theirs);
-    auto const place = [&](identity const& id, char const* on, int r) {
-        return first.value(id) + on + std::to_string(r) + " (" + id.text() + ")";
-    };
-    throw error(where, "ranks are in different exchanges: " + first.name(), place(mine, " as on rank ", rank),
-                place(theirs, " on rank ", peer));
 }
 
 namespace detail {
@@ -7399,6 +7379,19 @@ inline error late(char const* where, int rank, identity const& id, waits const& 
 
 } // namespace detail
 
+/// Throws `cpx::error`, which names both ranks and the first field in which their plans differ, unless the exchange
+/// `mine`, which `rank` is in, is that of a message from `peer`. `where` is the transport's name. Of batches it names
+/// the first offset, or valid length, if this process has exchanged rows of both.
+inline void require_same_exchange(char const* where, identity const& mine, int rank, identity const& theirs, int peer) {
+    if (mine.same_exchange(theirs)) return;
+    detail::difference const first(mine, theirs);
+    auto const place = [&](identity const& id, char const* on, int r) {
+        return first.value(id) + on + std::to_string(r) + " (" + id.text() + ")";
+    };
+    throw error(where, "ranks are in different exchanges: " + first.name(), place(mine, " as on rank ", rank),
+                place(theirs, " on rank ", peer));
+}
+
 } // namespace cpx
 
 // cpx/transport/gather.hpp
@@ -7408,8 +7401,7 @@ namespace cpx {
 
 namespace detail {
 
-/// Moves messages; an error of the transport is thrown with the line of the caller, which is the rank's place in its
-/// program, and not with the transport's own.
+/// Moves messages; an error of the transport is thrown with the line of the caller, the rank's place in its program.
 template <transport Comm>
 void transfer(Comm& comm, identity const& id, std::span<outgoing const> sends, std::span<incoming const> receives,
               caller here) {
@@ -7472,8 +7464,7 @@ inline void check_gather(void const* mine, void* all, std::size_t bytes, int ran
 /// Gathers `bytes` of every rank into `all`, in rank order. Collective; equally many on all ranks. `mine` lies apart
 /// from `all`, or in its own place there.
 ///
-/// Cost: a message between each two ranks. Throws `cpx::error` on memory that does not fit, and what the transport
-/// throws.
+/// Cost: a message between each two ranks. Throws `cpx::error` on unfit memory, and what the transport throws.
 template <transport Comm>
 void gather(Comm& comm, void const* mine, void* all, std::size_t bytes, caller here = caller::here()) {
     detail::check_gather(mine, all, bytes, comm.rank(), comm.ranks(), here);
@@ -7564,8 +7555,7 @@ void compare_settings(char const* where, char const* whose, settings const& of, 
 
 /// Throws unless all ranks have one identity. What it sums up, `batch` and the shardings' settings, they have at hand.
 ///
-/// Collective: `gather(mine, all, bytes)` brings records of all ranks in rank order, so that all of them see the same
-/// and go on in the same way.
+/// Collective: `gather(mine, all, bytes)` brings all ranks' records in rank order, so that all see, and do, the same.
 template <class Gather>
 void compare(char const* where, identity const& mine, thd const& batch, int ranks, Gather&& gather, caller here,
              settings const& source = {}, settings const& target = {}) {
@@ -7651,13 +7641,12 @@ void check_buffer(char const* by, char const* which, rows<T> const& buffer, end_
     std::string const where = std::string(by) + ", " + which; // made where it is needed: this runs at every call
     require(buffer.count() == end.rows, where.c_str(), "rows of the buffer", end.rows, buffer.count(), here);
     require(fits, where.c_str(), "width of the buffer", end.width, buffer.width(), here);
-    require(apart, where.c_str(), "stride of the buffer", "at least its width " + std::to_string(buffer.width()),
+    require(apart, where.c_str(), "stride of the buffer", in_words("at least its width ", buffer.width()),
             buffer.stride(), here);
     throw error(where.c_str(), "buffer", "memory", "null", here);
 }
 
-/// Throws `cpx::error` unless the buffers of an exchange are what it wants and do not overlap: of the host, and of
-/// devices, which ask more of them.
+/// Throws `cpx::error` unless the buffers of an exchange, on host or device, are what it wants and do not overlap.
 template <class A, class B>
 void check_buffers(char const* by, rows<A> const& from, end_shape const& source, rows<B> const& to,
                    end_shape const& target, caller here) {
@@ -7908,8 +7897,7 @@ inline constexpr bool is_relayout = requires(Plan const& p) { p.to; };
 
 } // namespace detail
 
-/// Moves rows of elements T by plans of one kind, whichever batch they are of: a `relayout_plan`, a `halo_plan` or a
-/// `carry_plan`.
+/// Moves rows of T by `relayout_plan`s, `halo_plan`s or `carry_plan`s, whichever batch they are of.
 ///
 /// Made once, by all ranks: on devices it connects them and reserves memory for `most`. The plan of another batch is
 /// made by `set`, or by a call with tensors of that batch: on the host, without device memory, and without a wait for
@@ -7943,7 +7931,7 @@ public:
         if constexpr (fits) {
             if (shardings == now_) return;
             require_alike(shardings, now_, std::make_index_sequence<std::tuple_size_v<typename kind::batch>>(), here);
-            require_room(shardings, here);
+            require_room(shardings, most_, here);
             std::optional<Plan> made;
             auto const plan_of = [&]() -> Plan const& {
                 if (!made) made.emplace(kind::next(plan_, shardings, here));
@@ -7986,8 +7974,7 @@ public:
         move<true, decltype(plan_.to), decltype(plan_.from)>(from, std::forward<Y>(to), here);
     }
 
-    /// Returns how many rows exchange `k` of the last batch takes of this rank, and how many it brings. Lists no plan
-    /// where none is wanted.
+    /// Returns how many rows exchange `k` of the last batch takes, and brings. Lists no plan where none is wanted.
     std::pair<index_t, index_t> rows_of(index_t k = 0, caller here = caller::here())
         requires(!detail::is_relayout<Plan>)
     {
@@ -8014,9 +8001,8 @@ public:
     }
     /// Runs exchange `k` of a carry, from the segments before or after. Collective.
     void operator()(index_t k, side from, rows<T const> given, rows<T> got, caller here = caller::here()) {
-        require(
-            k >= 0 && (!listed_ || k < plan_.steps), "movement", "exchange", // else what is prepared knows how many
-            [&] { return "less than " + std::to_string(plan_.steps); }, k, here);
+        require(k >= 0 && (!listed_ || k < plan_.steps), "movement", "exchange", // else what is prepared knows how many
+                detail::in_words("less than ", plan_.steps), k, here);
         run(from == side::after, k, given, got, here);
     }
 
@@ -8085,23 +8071,16 @@ private:
         require_room(now_, most, here);
         return most;
     }
-    void require_room(typename kind::batch const& shardings, caller here) const {
-        require_room(shardings, most_, here);
-    }
     void require_room(typename kind::batch const& shardings, capacity const& most, caller here) const {
         index_t const sequences = std::get<0>(shardings).batch().sequences();
         auto const largest = [&](auto const& rows) {
             return std::apply([&](auto const&... s) { return std::max({index_t{0}, rows(s)...}); }, shardings);
         };
         index_t const rows = largest([&](auto const& s) { return detail::about_rows(s, plan_.rank, most.rows); });
-        require(
-            rows <= most.rows && sequences <= most.sequences, "movement", "rows and sequences of the batch",
-            [&] { return "at most " + std::to_string(most.rows) + ", " + std::to_string(most.sequences); },
-            [&] {
-                return std::to_string(largest([&](auto const& s) { return s.rows(plan_.rank); })) + ", " +
-                       std::to_string(sequences);
-            },
-            here);
+        auto const exactly = [&] { return std::to_string(largest([&](auto const& s) { return s.rows(plan_.rank); })); };
+        require(rows <= most.rows && sequences <= most.sequences, "movement", "rows and sequences of the batch",
+                detail::in_words("at most ", most.rows, ", ", most.sequences),
+                detail::in_words(exactly, ", ", sequences), here);
     }
     /// Throws unless shardings have the ranks and sections of others.
     template <std::size_t... I>
@@ -8250,8 +8229,7 @@ namespace cpx {
 /// that making one moves nothing and waits for nobody: a mesh's groups, or ranks that share experts, on any transport.
 ///
 /// Lives no longer than the transport that it uses. Errors of waits name ranks of the whole group; errors of plans that
-/// differ name ranks of this one, and list its members. Ranks that are in several subgroups call them in one order, as
-/// all exchanges of two ranks are.
+/// differ ranks of this one, whose members they list. Ranks in several subgroups call them in one order.
 template <transport Comm>
 class subgroup {
 public:
@@ -8264,9 +8242,7 @@ public:
                             "ascending ranks of 0 to " + std::to_string(all.ranks() - 1), std::to_string(members_[i]),
                             here);
         auto const own = std::ranges::find(members_, all.rank());
-        require(
-            own != members_.end(), "subgroup", "members", [&] { return "rank " + std::to_string(all.rank()); },
-            "others", here);
+        require(own != members_.end(), "subgroup", "members", detail::in_words("rank ", all.rank()), "others", here);
         rank_ = static_cast<int>(own - members_.begin());
     }
 
@@ -8308,9 +8284,8 @@ subgroup(X const& = {}, detail::any = {}, detail::any = {}) -> subgroup<detail::
 /// Throws `cpx::error` unless the size divides that of the whole group.
 template <transport Comm>
 subgroup<Comm> neighbours(Comm& all, int size, caller here = caller::here()) {
-    require(
-        size > 0 && all.ranks() % size == 0, "neighbours", "size",
-        [&] { return "a divisor of the ranks, " + std::to_string(all.ranks()); }, size, here);
+    require(size > 0 && all.ranks() % size == 0, "neighbours", "size",
+            detail::in_words("a divisor of the ranks, ", all.ranks()), size, here);
     std::vector<int> members;
     for (int i = 0; i < size; ++i) members.push_back(all.rank() / size * size + i);
     return {all, std::move(members), here};
@@ -8328,12 +8303,10 @@ detail::refused neighbours(X const& = {}, detail::any = {}, detail::any = {}) {
 
 namespace cpx {
 
-/// Replaces `values` on every rank by the sums over all ranks, added in rank order: gradients of weights, of which
-/// every rank has its share.
+/// Replaces `values` on every rank by the sums over all ranks, added in rank order, such as gradients of weights.
 ///
 /// values: a vector, array or span, in the memory of the transport's ranks. Collective; all ranks have equally many.
-/// Each rank adds up its share of them and hands it to the others, so that it sends 2 (W - 1) / W times the values.
-/// Throws what `exchange` throws.
+/// Each adds up its share and hands it to the others: 2 (W - 1) / W times the values. Throws what `exchange` throws.
 template <std::ranges::contiguous_range V, any_transport Comm>
     requires std::ranges::borrowed_range<V> && std::ranges::output_range<V, std::ranges::range_value_t<V>>
 void sum_over_ranks(V&& values, Comm& comm, caller here = caller::here()) {
@@ -8420,8 +8393,7 @@ public:
     int ranks() const { return static_cast<int>(world_.members.size()); }
     std::unordered_set<std::uint64_t>& agreed() { return agreed_; }
 
-    /// See `transport`. Also throws if a rank that this one waits for is in an exchange of another plan, or if all
-    /// ranks wait for each other.
+    /// See `transport`. Also throws if a rank that this one waits for runs another plan, or if all wait for each other.
     void transfer(identity const& id, std::span<outgoing const> sends, std::span<incoming const> receives) {
         turn mine(world_);
         member& me = world_.member_at(rank_);
@@ -8483,7 +8455,7 @@ private:
 
     static void require_ranks(char const* where, int ranks, caller here) {
         detail::require_ranks(where, "ranks", std::min(ranks, most_ranks), here);
-        require(ranks <= most_ranks, where, "ranks", "at most " + std::to_string(most_ranks) + ", one thread each",
+        require(ranks <= most_ranks, where, "ranks", detail::in_words("at most ", most_ranks, ", one thread each"),
                 ranks, here);
     }
 

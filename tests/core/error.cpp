@@ -76,6 +76,7 @@ TEST_SUITE("core") {
         CHECK(got("text") == "text");
         CHECK(got(std::string("text")) == "text");
         CHECK(got(0.5) == "0.500000");
+        CHECK(got(cpx::detail::in_words("at most ", 3, ", or ", std::string("none"))) == "at most 3, or none");
     }
 
     TEST_CASE("an error points at the caller") {

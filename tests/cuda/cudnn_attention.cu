@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "../../harness/cudnn_attention.hpp"
 
-#include <cpx/cuda/attention_calls.hpp>
+#include <cpx/cuda/attention.hpp>
 
 #include <doctest/doctest.h>
 

@@ -77,6 +77,13 @@ std::string show(F const& text) {
     return text();
 }
 
+/// Returns what makes a text of these texts and numbers when it is called: by `require`, on failure alone. Lives no
+/// longer than they.
+template <class... X>
+auto in_words(X const&... parts) {
+    return [&parts...] { return (show(parts) + ...); };
+}
+
 } // namespace detail
 
 /// Throws `cpx::error` unless `holds`. `expected` and `got` are numbers, texts or functions that return a text, which

@@ -24,7 +24,7 @@ concept gpu_number = std::same_as<T, float> || std::same_as<T, __nv_bfloat16> ||
 
 namespace detail {
 
-using cpx::detail::in_place, cpx::detail::operand, cpx::detail::require_apart;
+using cpx::detail::in_place, cpx::detail::in_words, cpx::detail::operand, cpx::detail::require_apart;
 
 /// Returns the largest power of two up to 16 that divides all of `places`: addresses, and distances in bytes.
 inline int vector_bytes(std::initializer_list<index_t> places) {
@@ -70,6 +70,22 @@ bool has_core_memory(void (*kernel)(P...), int bytes, caller here) {
     return code.ptxVersion >= 80 && bytes + static_cast<int>(code.sharedSizeBytes) <= most;
 }
 
+/// An argument of an operator, as its checks see it: rows, perhaps of a shape that is wanted, or a list.
+struct argument {
+    char const* name;
+    rows<char const> data; ///< counts, widths and strides in elements
+    index_t count, width;  ///< as they are to be
+
+    template <class T>
+    argument(char const* called, rows<T> r, index_t wanted, index_t wide)
+        : name(called), data(reinterpret_cast<char const*>(r.data()), r.count(), r.width(), r.stride()), count(wanted),
+          width(wide) {}
+    template <class T>
+    argument(char const* called, rows<T> r) : argument(called, r, r.count(), r.width()) {}
+    template <class T>
+    argument(char const* called, std::span<T> list) : argument(called, rows<T>(list.data(), 1, std::ssize(list))) {}
+};
+
 /// Throws `cpx::error` unless `place` is memory of the current device: at any other address a kernel would fail, and
 /// with it all that comes after. Cost: some 0.1 us.
 inline void require_memory(char const* where, char const* what, void const* place, caller here) {
@@ -79,36 +95,32 @@ inline void require_memory(char const* where, char const* what, void const* plac
     throw error(where, what, "memory of the current device, " + std::to_string(current),
                 found < 0 ? "memory of the host" : "memory of device " + std::to_string(found), here);
 }
-/// The same for a list, which may be empty.
-template <class T>
-void require_memory(char const* where, char const* what, std::span<T> list, caller here) {
-    if (!list.empty()) require_memory(where, what, list.data(), here);
-}
-/// The same for rows, which may be without elements.
-template <class T>
-void require_memory(char const* where, char const* what, rows<T> r, caller here) {
-    if (r.count() > 0 && r.width() > 0) require_memory(where, what, r.data(), here);
+/// The same of everything that has elements.
+inline void require_memory(char const* where, std::initializer_list<argument> list, caller here) {
+    for (argument const& a : list)
+        if (a.data.count() > 0 && a.data.width() > 0) require_memory(where, a.name, a.data.data(), here);
 }
 
 /// Throws `cpx::error` if a size is negative or rows overlap each other.
-template <class T>
-void require_sizes(char const* where, char const* what, rows<T> r, caller here) {
-    require(r.count() >= 0 && r.width() >= 0, where, what, "no negative sizes", std::min(r.count(), r.width()), here);
+inline void require_sizes(char const* where, argument const& a, caller here) {
+    auto const& r = a.data;
+    require(r.count() >= 0 && r.width() >= 0, where, a.name, "no negative sizes", std::min(r.count(), r.width()), here);
     if (r.stride() < r.width() && r.count() > 1) // texts are made where they are needed: this runs at every call
-        throw error(where, std::string("stride of ") + what, "at least the width, " + std::to_string(r.width()),
+        throw error(where, std::string("stride of ") + a.name, "at least the width, " + std::to_string(r.width()),
                     std::to_string(r.stride()), here);
 }
 
-/// Throws `cpx::error` unless `r` is (count, width) of the current device's memory. Where there are to be no rows, `r`
-/// may be none of any width.
-template <class T>
-void require_rows(char const* where, char const* what, rows<T> r, index_t count, index_t width, caller here) {
-    if (count == 0 && r.count() == 0) return;
+/// Throws `cpx::error` unless arguments have their shapes, on the current device. Of no rows the width does not matter.
+inline void require_rows(char const* where, std::initializer_list<argument> list, caller here) {
     auto const shape = [](index_t n, index_t w) { return '(' + std::to_string(n) + ", " + std::to_string(w) + ')'; };
-    if (r.count() != count || r.width() != width)
-        throw error(where, std::string("shape of ") + what, shape(count, width), shape(r.count(), r.width()), here);
-    require_sizes(where, what, r, here);
-    require_memory(where, what, r, here);
+    for (argument const& a : list) {
+        if (a.count == 0 && a.data.count() == 0) continue;
+        if (a.data.count() != a.count || a.data.width() != a.width)
+            throw error(where, std::string("shape of ") + a.name, shape(a.count, a.width),
+                        shape(a.data.count(), a.data.width()), here);
+        require_sizes(where, a, here);
+        require_memory(where, {a}, here);
+    }
 }
 
 } // namespace detail

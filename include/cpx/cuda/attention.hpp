@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Launches of attention: where the rows of a rank stand, and the kernels over them.
+// Attention of one rank's rows and its backward, plain or on tensor cores: what `attention` of tensors calls.
 #pragma once
 
 #include <cpx/cuda/arguments.hpp>
 #include <cpx/cuda/attention_engine.hpp>
+#include <cpx/cuda/launch.hpp>
 #include <cpx/cuda/memory.hpp>
 #include <cpx/cuda/nvtx.hpp>
 #include <cpx/cuda/row_gather.hpp>
@@ -14,8 +15,8 @@
 #include <cpx/attention_sums.cuh>
 
 #include <algorithm>
+#include <span>
 #include <type_traits>
-#include <utility>
 #include <vector>
 
 namespace cpx::cuda {
@@ -38,68 +39,9 @@ struct attention_rows {
     attention_engine* engine = nullptr;          ///< asked before, for the forward
 };
 
-namespace detail {
-
-/// The places of a rank's rows in device memory, written in stream order, in tiles of `rows`. Cost: O(segments +
-/// sequences).
-class attention_places {
-public:
-    template <any_sharding S>
-    attention_places(S const& sharding, int rank, int rows, memory const& in, caller here) {
-        place_lists const lists(sharding, rank, rows, here);
-        tiles_ = lists.tiles();
-        require(tiles_ < index_t{1} << 31, "attention", "tiles of rows", "less than 2^31", tiles_, here);
-        std::vector<index_t> numbers;
-        for (auto const* part : {&lists.first, &lists.first_tile, &lists.place, &lists.row, &lists.token})
-            numbers.insert(numbers.end(), part->begin(), part->end());
-        numbers_ = in.room<index_t>(std::ssize(numbers));
-        write_numbers(numbers, numbers_.data(), in.stream(), here);
-        auto const sequences = lists.first.size() - 1, segments = lists.place.size();
-        index_t const *const by_sequence = numbers_.data(), *const by_segment = by_sequence + 2 * (sequences + 1);
-        view_ = {by_sequence,
-                 by_sequence + sequences + 1,
-                 by_segment,
-                 by_segment + segments,
-                 by_segment + 2 * segments,
-                 static_cast<int>(sequences),
-                 static_cast<int>(segments)};
-    }
-    index_t tiles() const { return tiles_; }
-    kernels::attended_places const& view() const { return view_; }
-
-private:
-    block<index_t> numbers_;
-    index_t tiles_ = 0;
-    kernels::attended_places view_{};
-};
-
-/// Launches a block of 256 threads for each tile and head.
-template <class... P>
-void launch_tiles(char const* name, void (*kernel)(P...), index_t tiles, index_t heads, int shared, cudaStream_t stream,
-                  caller here, std::type_identity_t<P> const&... arguments) {
-    require(heads < 65536, name, "heads on a rank", "less than 65536, of tensors on devices", heads, here);
-    if (tiles == 0 || heads == 0) return;
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared), "cudaFuncSetAttribute",
-          here);
-    kernel<<<dim3(static_cast<unsigned>(tiles), static_cast<unsigned>(heads)), 256, static_cast<std::size_t>(shared),
-             stream>>>(arguments...);
-    check(cudaGetLastError(), name, here);
-}
-/// Launches a warp for each of `items`.
-template <class... P>
-void launch_warps(char const* name, void (*kernel)(P...), index_t items, cudaStream_t stream, caller here,
-                  std::type_identity_t<P>... arguments) {
-    if (items == 0) return;
-    kernel<<<static_cast<unsigned>(std::min<index_t>((items + 7) / 8, 65536)), dim3(32, 8), 0, stream>>>(arguments...);
-    check(cudaGetLastError(), name, here);
-}
-
-} // namespace detail
-
 /// Returns the path that attention of such elements takes on the current device, forward and back, where all rows begin
-/// at multiples of 16 bytes; elsewhere it is plain. Tensor cores want elements of 16 bits, `dim` a multiple of 8, code
-/// and a GPU of sm_80 or later, and its shared memory: for more than 64 columns 100 KiB a block, for more than 128
-/// Hopper's.
+/// at multiples of 16 bytes; elsewhere it is plain. Tensor cores want elements of 16 bits, `dim` a multiple of 8, sm_80
+/// or later, and shared memory: above 64 columns 100 KiB a block, above 128 Hopper's.
 ///
 /// Both have the bits of one rank wherever `attention` and its backward say so. Tensor cores round weights, and in the
 /// backward their gradients, to the precision of T before they multiply; plain kernels round results only.
@@ -121,6 +63,50 @@ attention_path attention_path_of(index_t dim, caller here = caller::here()) {
 
 namespace detail {
 
+/// A rank's rows in device memory, written in stream order, in tiles of `rows`. Cost: O(segments + sequences).
+struct attention_places {
+    block<index_t> numbers;
+    index_t tiles = 0;
+    kernels::attended_places view{};
+
+    template <any_sharding S>
+    attention_places(S const& sharding, int rank, int rows, memory const& in, caller here) {
+        place_lists const lists(sharding, rank, rows, here);
+        tiles = lists.tiles();
+        require(tiles < index_t{1} << 31, "attention", "tiles of rows", "less than 2^31", tiles, here);
+        std::vector<index_t> listed;
+        for (auto const* part : {&lists.first, &lists.first_tile, &lists.place, &lists.row, &lists.token})
+            listed.insert(listed.end(), part->begin(), part->end());
+        numbers = numbers_on_device(in, listed, here);
+        auto const sequences = lists.first.size() - 1, segments = lists.place.size();
+        index_t const *const by_sequence = numbers.data(), *const by_segment = by_sequence + 2 * (sequences + 1);
+        view = {by_sequence,
+                by_sequence + sequences + 1,
+                by_segment,
+                by_segment + segments,
+                by_segment + 2 * segments,
+                static_cast<int>(sequences),
+                static_cast<int>(segments)};
+    }
+};
+
+/// Launches a block of 256 threads for each tile and head.
+template <class... P>
+void launch_tiles(char const* name, void (*kernel)(P...), index_t tiles, index_t heads, int shared, cudaStream_t stream,
+                  caller here, std::type_identity_t<P> const&... arguments) {
+    require(heads < 65536, name, "heads on a rank", "less than 65536, of tensors on devices", heads, here);
+    if (tiles > 0 && heads > 0)
+        launch(kernel, dims(tiles, heads), 256, static_cast<std::size_t>(shared), stream, name, here, arguments...);
+}
+/// Launches a warp for each of `items`.
+template <class... P>
+void launch_warps(char const* name, void (*kernel)(P...), index_t items, cudaStream_t stream, caller here,
+                  std::type_identity_t<P> const&... arguments) {
+    if (items > 0)
+        launch(kernel, dims(std::min<index_t>((items + 7) / 8, 65536)), dim3(32, 8), 0, stream, name, here,
+               arguments...);
+}
+
 /// Returns the path for these arguments and `x`, the other rows that kernels read or write.
 template <class T, class Q, class K, class... X>
 attention_path path_of(attention_rows<T, Q, K> const& of, caller here, X const&... x) {
@@ -131,9 +117,7 @@ attention_path path_of(attention_rows<T, Q, K> const& of, caller here, X const&.
 /// Throws unless q, k and v are memory of the device, of heads that kernels take.
 template <class T, class Q, class K>
 void require_attended(char const* where, attention_rows<T, Q, K> const& of, caller here) {
-    require_memory(where, "q", of.q, here);
-    require_memory(where, "k", of.k, here);
-    require_memory(where, "v", of.v, here);
+    require_memory(where, {{"q", of.q}, {"k", of.k}, {"v", of.v}}, here);
     require(of.dim >= 1 && of.dim <= 256, where, "dim", "from 1 to 256, of tensors on devices", of.dim, here);
 }
 
@@ -146,8 +130,8 @@ struct attention_arguments {
           tensors{of.q,
                   of.k,
                   of.v,
-                  of_queries.view(),
-                  of_keys.view(),
+                  of_queries.view,
+                  of_keys.view,
                   of.first_query,
                   of.first_key,
                   static_cast<int>(of.group),
@@ -159,22 +143,145 @@ struct attention_arguments {
 };
 template <class T>
 void require_gradients(char const* where, kernels::attended_gradients<T> const& from, caller here) {
-    require_memory(where, "dout", from.dout, here);
-    require_memory(where, "lse", from.lse, here);
-    require_memory(where, "delta", from.delta, here);
+    require_memory(where, {{"dout", from.dout}, {"lse", from.lse}, {"delta", from.delta}}, here);
+}
+
+/// Returns whether the engine has computed it.
+template <class T, class Q, class K>
+bool attend_by_engine(attention_rows<T, Q, K> const& of, rows<T> o, rows<float> lse, caller here) {
+    if constexpr (sizeof(T) == 2 && K::every_row) {
+        if (!of.engine || of.query_heads == 0 || of.first_query % of.group != 0 || of.query_heads % of.group != 0)
+            return false;
+        index_t const first = (of.first_query / of.group - of.first_key) * of.dim;
+        index_t const key_heads = of.query_heads / of.group, width = key_heads * of.dim;
+        std::vector<block<index_t>> numbers; // until the engine has returned: freed in stream order
+        std::vector<block<char>> rooms;
+        engine_memory const memory{
+            [&](index_t bytes) { return rooms.emplace_back(of.in.template room<char>(bytes)).data(); },
+            [&](std::span<index_t const> given) {
+                return numbers.emplace_back(numbers_on_device(of.in, given, here)).data();
+            }};
+        attention_task<T> const task{of.q,
+                                     of.k.columns(first, width),
+                                     of.v.columns(first, width),
+                                     o,
+                                     lse,
+                                     attended_runs(of.queries, of.rank, of.keys.batch(), here),
+                                     of.query_heads,
+                                     key_heads,
+                                     of.dim,
+                                     of.scale,
+                                     of.in.stream(),
+                                     memory};
+        return task.runs.empty() || of.engine->attend(task, here);
+    } else {
+        return false;
+    }
+}
+
+/// Calls `plain(columns of a lane)`, or `cores(columns of a head)` of tensor cores.
+template <class T, class Plain, class Cores>
+void on_path(attention_path path, index_t dim, Plain&& plain, Cores&& cores) {
+    if (path == attention_path::plain)
+        with_lane_columns(dim, plain);
+    else if constexpr (sizeof(T) == 2)
+        with_core_columns(dim, cores);
 }
 
 } // namespace detail
+
+/// Writes o and, if it is memory, lse, as `cpx::attention` says. Returns the path it took.
+template <gpu_number T, any_sharding Q, any_sharding K>
+attention_path attend(attention_rows<T, Q, K> const& of, rows<T> o, rows<float> lse, caller here = caller::here()) {
+    namespace attention = kernels::attention;
+    char const* const where = "attention";
+    auto const path = detail::path_of(of, here, o);
+    int const tile = path == attention_path::plain ? attention::tile : attention::core_rows;
+    detail::require_attended(where, of, here);
+    detail::require_memory(where, {{"o", o}}, here);
+    if (lse.data()) detail::require_memory(where, {{"lse", lse}}, here);
+    auto const range = named_range<"cpx attention">();
+    if (detail::attend_by_engine(of, o, lse, here)) return attention_path::engine;
+    detail::attention_arguments<T> const on(of, tile, tile, here);
+    auto const launch = [&](auto kernel, int shared) {
+        detail::launch_tiles(where, kernel, on.of_queries.tiles, of.query_heads, shared, of.in.stream(), here,
+                             on.tensors, o, lse);
+    };
+    detail::on_path<T>(
+        path, of.dim, [&](auto columns) { launch(kernels::attend<T, columns>, attention::tile_bytes(3, of.dim)); },
+        [&](auto D) { launch(kernels::attend_on_cores<T, D>, attention::forward_core_memory(D)); });
+    return path;
+}
+
+/// Writes dq, as `cpx::attention_backward_queries` says. Returns the path it took.
+template <gpu_number T, any_sharding Q, any_sharding K>
+attention_path attend_backward_queries(attention_rows<T, Q, K> const& of,
+                                       std::type_identity_t<kernels::attended_gradients<T>> const& from, rows<T> dq,
+                                       caller here = caller::here()) {
+    namespace attention = kernels::attention;
+    char const* const where = "attention_backward_queries";
+    auto const path = detail::path_of(of, here, from.dout, dq);
+    int const tile = path == attention_path::plain ? attention::tile : attention::core_rows;
+    detail::require_attended(where, of, here);
+    detail::attention_arguments<T> const on(of, tile, tile, here);
+    detail::require_gradients(where, from, here);
+    detail::require_memory(where, {{"dq", dq}}, here);
+    auto const range = named_range<"cpx attention_backward_queries">();
+    auto const launch = [&](auto kernel, int shared) {
+        detail::launch_tiles(where, kernel, on.of_queries.tiles, of.query_heads, shared, of.in.stream(), here,
+                             on.tensors, from, dq);
+    };
+    detail::on_path<T>(
+        path, of.dim,
+        [&](auto columns) { launch(kernels::attend_backward_queries<T, columns>, attention::tile_bytes(4, of.dim)); },
+        [&](auto D) {
+            launch(kernels::attend_backward_queries_on_cores<T, D>,
+                   attention::backward_core_memory(attention::core_rows, D));
+        });
+    return path;
+}
+
+/// Writes dk and dv of what every `each` query heads, side by side, give, as `cpx::attention_backward_keys` says. Out:
+/// T, or float where sums are not whole. Returns the path it took; tensor cores' takes memory for float sums of dk and
+/// dv, unless `each` is 1.
+template <gpu_number T, any_sharding Q, any_sharding K, class Out>
+attention_path attend_backward_keys(attention_rows<T, Q, K> const& of,
+                                    std::type_identity_t<kernels::attended_gradients<T>> const& from, index_t each,
+                                    rows<Out> dk, rows<Out> dv, caller here = caller::here()) {
+    namespace attention = kernels::attention;
+    char const* const where = "attention_backward_keys";
+    auto const path = detail::path_of(of, here, from.dout, dk, dv);
+    auto const range = named_range<"cpx attention_backward_keys">();
+    auto const run = [&](int tile, auto kernel, int shared, auto const&... sums) {
+        detail::require_attended(where, of, here);
+        detail::attention_arguments<T> const on(of, tile, tile, here);
+        detail::require_gradients(where, from, here);
+        detail::require_memory(where, {{"dk", dk}, {"dv", dv}}, here);
+        detail::launch_tiles(where, kernel, on.of_keys.tiles, of.query_heads / each, shared, of.in.stream(), here,
+                             on.tensors, from, static_cast<int>(each), sums..., dk, dv);
+    };
+    detail::on_path<T>(
+        path, of.dim,
+        [&](auto columns) {
+            run(attention::tile, kernels::attend_backward_keys<T, Out, columns>, attention::tile_bytes(4, of.dim));
+        },
+        [&](auto D) {
+            auto sums = of.in.template room<float>(each == 1 ? 0 : 2 * dk.count() * dk.width());
+            int const tile = attention::core_keys(D);
+            run(tile, kernels::attend_backward_keys_on_cores<T, Out, D>, attention::backward_core_memory(tile, D),
+                sums.data());
+        });
+    return path;
+}
 
 /// Delta of heads of `dim` columns, see `attention_delta`, of arguments that fit.
 template <gpu_number T>
 void delta_of_rows(memory const& in, rows<T const> o, rows<T const> dout, index_t dim, rows<float> delta,
                    caller here = caller::here()) {
-    detail::require_memory("attention_delta", "o", o, here);
-    detail::require_memory("attention_delta", "dout", dout, here);
-    detail::require_memory("attention_delta", "delta", delta, here);
-    detail::launch_warps("attention_delta", kernels::attention_delta<T>, delta.count() * delta.width(), in.stream(),
-                         here, o, dout, static_cast<int>(dim), delta);
+    char const* const where = "attention_delta";
+    detail::require_memory(where, {{"o", o}, {"dout", dout}, {"delta", delta}}, here);
+    detail::launch_warps(where, kernels::attention_delta<T>, delta.count() * delta.width(), in.stream(), here, o, dout,
+                         static_cast<int>(dim), delta);
 }
 
 /// Writes `sum = sum over the readers of a head`, readers ascending, rounded once: as of the host, see `sum_readers`.

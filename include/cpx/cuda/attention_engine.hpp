@@ -16,8 +16,7 @@
 
 namespace cpx::cuda {
 
-/// Queries of a rank that are side by side, and the keys they see: `keys` rows from `first_key` on, the last query all
-/// of them, each query before it one fewer.
+/// Neighbouring queries of a rank, of which the last sees `keys` rows from `first_key` on, each before it one fewer.
 struct attended_run {
     index_t row, count, first_key, keys;
 };

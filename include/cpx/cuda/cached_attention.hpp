@@ -40,7 +40,7 @@ template <gpu_number T>
 void launch_stretches(cached_rows<T> const& of, kernels::cached_tensors<T> const& t, index_t stretches,
                       kernels::stretch_partials const& partials, caller here) {
     auto const grid = [&](int heads_at_once) {
-        return dim3(static_cast<unsigned>(stretches * t.keys() * ((of.group + heads_at_once - 1) / heads_at_once)));
+        return dims(stretches * t.keys() * ((of.group + heads_at_once - 1) / heads_at_once));
     };
     char const* const where = "cached_attention";
     if constexpr (sizeof(T) == 2)
@@ -50,8 +50,6 @@ void launch_stretches(cached_rows<T> const& of, kernels::cached_tensors<T> const
                 auto* const kernel = kernels::attend_over_stretch_on_cores<T, D>;
                 constexpr int shared = kernels::attention::cache_memory(D);
                 if (!(done = has_core_memory(kernel, shared, here))) return;
-                check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared),
-                      "cudaFuncSetAttribute", here);
                 launch_early(kernel, grid(kernels::attention::cache_heads), kernels::attention::cache_threads, shared,
                              of.in.stream(), where, here, t, partials);
             });
@@ -63,15 +61,6 @@ void launch_stretches(cached_rows<T> const& of, kernels::cached_tensors<T> const
                          where, here, t, partials);
         });
     });
-}
-
-template <gpu_number T>
-void require_cached(cached_rows<T> const& of, caller here) {
-    char const* const where = "cached_attention";
-    require(of.dim >= 1 && of.dim <= 256, where, "dim", "from 1 to 256, of tensors on devices", of.dim, here);
-    require(of.query_heads < 65536, where, "heads on a rank", "less than 65536, of tensors on devices", of.query_heads,
-            here);
-    require_memory(where, "q", of.q, here);
 }
 
 } // namespace detail
@@ -88,8 +77,10 @@ void attend_over_cache(cached_rows<T> const& of, std::vector<cached_query> const
                        caller here = caller::here()) {
     using kernels::attention::stretch_of, kernels::attention::threads;
     char const* const where = "cached_attention";
-    detail::require_cached(of, here);
-    detail::require_memory(where, "o", o, here);
+    require(of.dim >= 1 && of.dim <= 256, where, "dim", "from 1 to 256, of tensors on devices", of.dim, here);
+    require(of.query_heads < 65536, where, "heads on a rank", "less than 65536, of tensors on devices", of.query_heads,
+            here);
+    detail::require_memory(where, {{"q", of.q}, {"o", o}}, here);
     if (queries.empty() || of.query_heads == 0) return;
     auto const range = named_range<"cpx cached_attention">();
     std::vector<kernels::seen_rows> seen(queries.size() + 1);
@@ -112,8 +103,7 @@ void attend_over_cache(cached_rows<T> const& of, std::vector<cached_query> const
     if (queries.size() > kernels::seen_list::most) {
         static_assert(sizeof(kernels::seen_rows) == 4 * sizeof(index_t));
         std::span const numbers(reinterpret_cast<index_t const*>(seen.data()), 4 * seen.size());
-        listed = of.in.template room<index_t>(std::ssize(numbers));
-        write_numbers(numbers, listed.data(), of.in.stream(), here);
+        listed = numbers_on_device(of.in, numbers, here);
     }
     index_t const partial = of.query_heads * (kernels::partial_width(t.dim) + 2); // floats
     index_t const most = std::clamp<index_t>(detail::most_partials / partial, 1, (index_t{1} << 31) - 1);
@@ -132,9 +122,8 @@ void attend_over_cache(cached_rows<T> const& of, std::vector<cached_query> const
             std::copy(seen.begin() + static_cast<std::ptrdiff_t>(begin),
                       seen.begin() + static_cast<std::ptrdiff_t>(end) + 1, t.queries.here);
         if (stretches > 0) detail::launch_stretches(of, t, stretches, partials, here);
-        dim3 const grid(static_cast<unsigned>(end - begin), static_cast<unsigned>(of.query_heads));
-        launch_early(kernels::join_stretches<Out>, grid, threads, 0, of.in.stream(), where, here, o, lse, t.queries,
-                     partials, t.dim);
+        launch_early(kernels::join_stretches<Out>, detail::dims(t.queries.queries, of.query_heads), threads, 0,
+                     of.in.stream(), where, here, o, lse, t.queries, partials, t.dim);
     }
 }
 

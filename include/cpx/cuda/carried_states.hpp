@@ -12,9 +12,7 @@ namespace cpx::cuda {
 
 namespace detail {
 
-inline unsigned tiles_of(index_t rows, index_t columns) {
-    return static_cast<unsigned>((rows + 31) / 32 * ((columns + 31) / 32));
-}
+inline index_t tiles_of(index_t rows, index_t columns) { return (rows + 31) / 32 * ((columns + 31) / 32); }
 
 } // namespace detail
 
@@ -22,8 +20,7 @@ inline unsigned tiles_of(index_t rows, index_t columns) {
 inline void copy_states(std::span<kernels::state_copy const> list, cudaStream_t stream, caller here = caller::here()) {
     using items = kernels::launch_list<kernels::state_copy, 128>;
     detail::in_launches<items>(list, [&](items const& part, unsigned count) {
-        kernels::copy_states<<<dim3(64, count), 256, 0, stream>>>(part);
-        check(cudaGetLastError(), "copy_states", here);
+        launch(kernels::copy_states, dim3(64, count), 256, 0, stream, "copy_states", here, part);
     });
 }
 
@@ -37,11 +34,11 @@ inline void join_states(index_t heads, index_t rows, index_t columns, index_t ma
     bool const matrix = map_columns == rows && map_rows == rows;
     detail::in_launches<items>(list, [&](items const& part, unsigned count) {
         if (matrix)
-            kernels::join_states<<<dim3(detail::tiles_of(rows, columns), static_cast<unsigned>(heads), count),
-                                   dim3(32, 8), 0, stream>>>(part, r, c);
+            launch(kernels::join_states, detail::dims(detail::tiles_of(rows, columns), heads, count), dim3(32, 8), 0,
+                   stream, "join_states", here, part, r, c);
         else
-            kernels::scale_states<<<dim3(64, count), 256, 0, stream>>>(part, heads * rows, r, c, map_rows == 1);
-        check(cudaGetLastError(), "join_states", here);
+            launch(kernels::scale_states, dim3(64, count), 256, 0, stream, "join_states", here, part, heads * rows, r,
+                   c, map_rows == 1);
     });
 }
 
@@ -51,9 +48,8 @@ inline void transpose_maps(index_t heads, index_t n, std::span<kernels::state_co
     if (heads * n == 0) return;
     using items = kernels::launch_list<kernels::state_copy, 128>;
     detail::in_launches<items>(list, [&](items const& part, unsigned count) {
-        dim3 const grid(detail::tiles_of(n, n), static_cast<unsigned>(heads), count);
-        kernels::transpose_maps<<<grid, dim3(32, 8), 0, stream>>>(part, static_cast<int>(n));
-        check(cudaGetLastError(), "transpose_maps", here);
+        launch(kernels::transpose_maps, detail::dims(detail::tiles_of(n, n), heads, count), dim3(32, 8), 0, stream,
+               "transpose_maps", here, part, static_cast<int>(n));
     });
 }
 

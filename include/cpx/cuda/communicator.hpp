@@ -69,8 +69,7 @@ public:
     }
 
     /// Waits until the stream has done all it was given. Throws `cpx::error` that names the ranks that did not come
-    /// within the communicator's deadline, that moved rows of another batch, or another error of NCCL's or the
-    /// device's.
+    /// within the deadline or moved rows of another batch, or another error of NCCL's or the device's.
     void wait(caller here = caller::here()) const { comm_.wait(stream(), here); }
 
 private:
@@ -81,17 +80,16 @@ private:
     std::deque<std::pair<event, std::shared_ptr<void>>> kept_;
 };
 
-/// Exchanges of a `communicator` by messages, of one batch after the other: of the plans of one kind and, perhaps, of
-/// those of the way back.
+/// Exchanges of a `communicator` by messages, of one batch after the other: of plans of one kind, perhaps both ways.
 template <class T>
 class batch_exchange {
 public:
-    /// As `exchange`. `ways`: lanes of the plans there and of those back, empty ones where there are none. Collective.
-    batch_exchange(std::span<plan const> plans, std::array<std::vector<lane_plan>, 2> ways, index_t width,
-                   communicator& comm, exchange_options const& of, caller here)
-        : comm_(comm), there_(ways[0].size()), lanes_(std::move(ways[0])),
+    /// As `exchange`. `there`, `back`: lanes of the plans there and of those back, where there are any. Collective.
+    batch_exchange(std::span<plan const> plans, std::vector<lane_plan> there, std::vector<lane_plan> const& back,
+                   index_t width, communicator& comm, exchange_options const& of, caller here)
+        : comm_(comm), there_(there.size()), lanes_(std::move(there)),
           by_(plans, width, comm.nccl_communicator(), of, here) {
-        lanes_.insert(lanes_.end(), ways[1].begin(), ways[1].end());
+        lanes_.insert(lanes_.end(), back.begin(), back.end());
         if (plans.empty() || !detail::batch_tables::may_bring(lanes_))
             lanes_.clear(); // without plans there are no ids, either
         else
@@ -122,8 +120,7 @@ private:
     exchange<T> by_;
 };
 
-/// What a `cpx::movement` prepares on devices: to send and receive rows. `others`: ranks whose rows go from and to this
-/// one in another way.
+/// What a `cpx::movement` prepares on devices: to send and receive rows, but those of the ranks `others`.
 template <class T, class Plan>
 class prepared_plans {
     using kind = cpx::detail::moved<Plan>;
@@ -163,9 +160,8 @@ private:
     one_way ready(Plan const& p, bool back, capacity const& most, range others, caller here) const {
         exchange_options const of{.others = others, .room = kind::room(p, width_, most, here)};
         return kind::exchanges(p, width_, back, [&](std::span<plan const> plans) {
-            std::array ways{kind::lanes(p, width_, back), std::vector<lane_plan>()};
-            return std::make_unique<batch_exchange<T>>(plans, std::move(ways), kind::row_width(width_), comm_, of,
-                                                       here);
+            return std::make_unique<batch_exchange<T>>(plans, kind::lanes(p, width_, back), std::vector<lane_plan>(),
+                                                       kind::row_width(width_), comm_, of, here);
         });
     }
 

@@ -75,7 +75,7 @@ std::array<operand, kernels::conv_most_parts> operands(char const* what, Y const
 /// Throws `cpx::error` unless a result, or its gradient, is (count, channels).
 template <class T>
 void require_result(char const* where, char const* what, rows<T> whole, index_t count, index_t channels, caller here) {
-    require_rows(where, what, whole, count, channels, here);
+    require_rows(where, {{what, whole, count, channels}}, here);
 }
 template <class T>
 void require_result(char const* where, char const* what, conv_parts<T> const& parts, index_t count, index_t channels,
@@ -86,17 +86,16 @@ void require_result(char const* where, char const* what, conv_parts<T> const& pa
         auto const& [data, head_dim] = parts.part[p];
         if (data.width() == 0 && head_dim == 0) continue;
         std::string const name = "part " + std::to_string(p) + " of " + what;
-        require_rows(where, name.c_str(), data, count, data.width(), here);
+        require_rows(where, {{name.c_str(), data, count, data.width()}}, here);
         require(head_dim >= 0, where, ("head_dim of " + name).c_str(), "not negative", head_dim, here);
         if (head_dim > 0) {
             index_t const lanes = head_dim / vector;
             require(head_dim % vector == 0 && lanes <= 32 && std::has_single_bit(static_cast<std::size_t>(lanes)),
-                    where, ("head_dim of " + name).c_str(), std::to_string(vector) + " times a power of two up to 32",
+                    where, ("head_dim of " + name).c_str(), in_words(vector, " times a power of two up to 32"),
                     head_dim, here);
             require(data.width() % head_dim == 0 && end % head_dim == 0, where,
-                    ("first channel and width of " + name).c_str(),
-                    "multiples of head_dim, " + std::to_string(head_dim),
-                    std::to_string(end) + ", " + std::to_string(data.width()), here);
+                    ("first channel and width of " + name).c_str(), in_words("multiples of head_dim, ", head_dim),
+                    in_words(end, ", ", data.width()), here);
         }
         end += data.width();
     }

@@ -20,30 +20,21 @@ struct conv_room {
     bool go_on = false;
 };
 
-/// Where one rank's segments begin, and which rows stand beside them: made once a batch, used by every layer, or once
-/// for all batches.
+/// Where a rank's segments begin, and which rows stand beside them: made once a batch, or once for all batches.
 ///
 /// Belongs to the device on which it is made: operators refuse it on another. The backward does not store dz. A row of
 /// it that another segment needs, on this rank or elsewhere, is an edge row: `causal_conv1d_backward_edge` computes
 /// those alone, `edge_exchange()` brings them to other ranks.
 class conv_plan {
 public:
-    /// For the forward. `before` is `halo(sharding, rank, taps - 1)`.
+    /// `before` is `halo(sharding, rank, taps - 1)`; `after`, for the backward, too, the same with `side::after`. Also
+    /// for plans that come later, if there is room for any.
     ///
     /// Throws `cpx::error` on other plans, more than 8 taps, and errors of the device. Cost: one upload of a number for
     /// each segment and row beside it.
     template <any_sharding S>
-    explicit conv_plan(halo_plan<S> const& before, caller here = caller::here())
-        : conv_plan(before, static_cast<halo_plan<S> const*>(nullptr), conv_room(), here) {}
-
-    /// Also for the backward. `after` is `halo(sharding, rank, taps - 1, side::after)`.
-    template <any_sharding S>
-    conv_plan(halo_plan<S> const& before, halo_plan<S> const& after, caller here = caller::here())
-        : conv_plan(before, &after, conv_room(), here) {}
-
-    /// Also for plans that come later, if there is room for any; without `after`, for the forward alone.
-    template <any_sharding S>
-    conv_plan(halo_plan<S> const& before, halo_plan<S> const* after, conv_room most, caller here = caller::here())
+    explicit conv_plan(halo_plan<S> const& before, halo_plan<S> const* after = nullptr, conv_room most = {},
+                       caller here = caller::here())
         : reach_(before.reach), has_backward_(after != nullptr), go_on_(most.go_on),
           most_(std::max(most.rows, before.source_rows)) {
         // refuses what does not fit also where there is no device
@@ -60,8 +51,11 @@ public:
         if (room_) load_write_numbers(here);
     }
 
-    /// Replaces the plans, in the order of the stream: allocates no device memory, and does not wait. Throws
-    /// `cpx::error` if there is no room for them.
+    template <any_sharding S>
+    conv_plan(halo_plan<S> const& before, halo_plan<S> const& after, caller here = caller::here())
+        : conv_plan(before, &after, conv_room(), here) {}
+
+    /// Replaces the plans in stream order: without allocation or a wait. Throws `cpx::error` if there is no room.
     template <any_sharding S>
     void set(halo_plan<S> const& before, halo_plan<S> const* after, cudaStream_t in, caller here = caller::here()) {
         char const* const where = "cuda::conv_plan";
@@ -70,8 +64,8 @@ public:
         auto next = conv_batch_of(where, before, after, kernels::conv_max_taps, go_on_, here);
         auto const& tables = next.tables;
         require(next.rows <= most_ && std::ssize(tables) <= tables_.size(), where, "rows and numbers of the plan",
-                "at most " + std::to_string(most_) + ", " + std::to_string(tables_.size()),
-                std::to_string(next.rows) + ", " + std::to_string(tables.size()), here);
+                cpx::detail::in_words("at most ", most_, ", ", tables_.size()),
+                cpx::detail::in_words(next.rows, ", ", tables.size()), here);
         write_numbers(tables, tables_.data(), in, here);
         now_ = std::move(next);
     }

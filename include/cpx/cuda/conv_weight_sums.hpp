@@ -17,9 +17,8 @@ namespace cpx::cuda {
 /// Adds to dweight and dbias, each unless it is empty, the terms of all tokens in their order.
 ///
 /// x, dy: (tokens, channels) of the whole batch; weight: (channels, taps), bias: (channels) or empty; dweight and dbias
-/// as these. A thread adds up a tap of a channel over all tokens: for sums that must be reproduced, not for speed.
-/// Everything is in the order of the stream, in which nobody waits. Throws `cpx::error` on shapes that do not fit and
-/// memory of another device.
+/// as these. A thread adds up a tap of a channel over all tokens: for sums that must be reproduced, not for speed. In
+/// stream order, nobody waits. Throws `cpx::error` on shapes that do not fit and memory of another device.
 template <class T>
 void add_conv_weight_sums(memory const& in, rows<T const> x, rows<T const> dy, rows<T const> weight,
                           std::span<T const> bias, activation act, thd const& batch, rows<float> dweight,
@@ -27,23 +26,19 @@ void add_conv_weight_sums(memory const& in, rows<T const> x, rows<T const> dy, r
     char const* const where = "cuda::add_conv_weight_sums";
     index_t const channels = x.width(), taps = weight.width();
     cpx::detail::require_activation(where, act, here);
-    detail::require_rows(where, "x", x, batch.tokens(), channels, here);
-    detail::require_rows(where, "dy", dy, batch.tokens(), channels, here);
-    detail::require_rows(where, "weight", weight, channels, taps, here);
-    if (dweight.data()) detail::require_rows(where, "dweight", dweight, channels, taps, here);
+    detail::require_rows(where, {{"x", x, batch.tokens(), channels}, {"dy", dy, batch.tokens(), channels}}, here);
+    detail::require_rows(where, {{"weight", weight, channels, taps}}, here);
+    if (dweight.data()) detail::require_rows(where, {{"dweight", dweight, channels, taps}}, here);
     for (index_t const size : {std::ssize(bias), std::ssize(dbias)})
         require(size == 0 || size == channels, where, "size of bias and of dbias", channels, size, here);
-    detail::require_memory(where, "bias", bias, here);
-    detail::require_memory(where, "dbias", dbias, here);
-    std::span<index_t const> const offsets = batch.offsets();
-    auto there = in.template room<index_t>(std::ssize(offsets));
-    write_numbers(offsets, there.data(), in.stream(), here);
+    detail::require_memory(where, {{"bias", bias}, {"dbias", dbias}}, here);
+    auto const offsets = numbers_on_device(in, batch.offsets(), here);
     kernels::conv_weight_sums<T> const sum{x,
                                            dy,
                                            weight,
                                            bias.empty() ? nullptr : bias.data(),
                                            act == activation::silu,
-                                           there.data(),
+                                           offsets.data(),
                                            batch.sequences(),
                                            dweight,
                                            dbias.empty() ? nullptr : dbias.data()};

@@ -31,8 +31,7 @@ struct gated_delta_rule_shape {
     index_t key_heads = 1, value_heads = 1; ///< a multiple of the key heads: value head h reads key head h / group
     index_t key_dim = 128, value_dim = 128; ///< at most 256, any
     double scale = 0;                       ///< factor of q; 0: 1 / sqrt(key_dim)
-    /// Chunks of 64 tokens that the kernels run as one, a stretch of a sequence; 0: chosen. Bits depend on it by scan
-    /// alone.
+    /// Chunks of 64 tokens that kernels run as one, a stretch of a sequence; 0: chosen. By scan, bits depend on it.
     index_t stretch = 0;
     /// Tensor cores: stretches are folded beside each other, and their steps of the state joined. Faster where
     /// sequences and heads are few, and within rounding of the other way.
@@ -58,8 +57,7 @@ struct gated_delta_rule_input {
     index_t saved_tokens = -1; ///< for which there is room: those of the sequences, at least; negative: all rows
 };
 
-/// The gradients of a gated delta rule, shaped as what they are gradients of; all written. Of a decay a head without
-/// dbeta.
+/// The gradients of a gated delta rule, of the same shapes; all written. Of a decay a head without dbeta.
 template <class T>
 struct gated_delta_rule_gradients {
     field<rows<T>> dq, dk, dv;
@@ -121,18 +119,6 @@ inline delta_space delta_plain_backward_space(gated_delta_rule_shape const& shap
     return space;
 }
 
-/// Returns the plan as kernels see it.
-inline kernels::delta_plan delta_plan_at(gated_delta_rule_shape const& shape, delta_space const& space,
-                                         char* workspace) {
-    return {reinterpret_cast<kernels::delta_sequence*>(workspace + space.plan),
-            reinterpret_cast<kernels::delta_stretch*>(workspace + space.stretch_list),
-            reinterpret_cast<int*>(workspace + space.totals),
-            reinterpret_cast<int*>(workspace + space.flags),
-            space.stretches * shape.value_heads * 4,
-            static_cast<int>(space.sequences),
-            static_cast<int>(space.stretch_chunks)};
-}
-
 template <class T>
 kernels::delta_rows<T> delta_view(rows<T> r) {
     return {r.data(), r.stride()};
@@ -149,7 +135,7 @@ void require_states(char const* where, char const* what, gated_delta_rule_shape 
     index_t const wanted = (std::ssize(in.offsets) - 1) * shape.value_heads * shape.key_dim * shape.value_dim;
     require(states.empty() || std::ssize(states) == wanted, where, (std::string("size of ") + what).c_str(), wanted,
             states.size(), here);
-    require_memory(where, what, states, here);
+    require_memory(where, {{what, states}}, here);
 }
 
 /// Throws `cpx::error` unless sizes make sense and the rows that are read fit them, among them beta if `Erases`.
@@ -158,17 +144,16 @@ void require_delta_rows(char const* where, gated_delta_rule_shape const& shape, 
     index_t const tokens = in.k.count();
     require(shape.key_heads >= 1, where, "key heads", "at least 1", shape.key_heads, here);
     require(shape.value_heads >= 1 && shape.value_heads % shape.key_heads == 0, where, "value heads",
-            "a multiple of the key heads, " + std::to_string(shape.key_heads), shape.value_heads, here);
+            in_words("a multiple of the key heads, ", shape.key_heads), shape.value_heads, here);
     require(shape.key_dim >= 1 && shape.key_dim <= 256, where, "key_dim", "from 1 to 256", shape.key_dim, here);
     require(shape.value_dim >= 1 && shape.value_dim <= 65536, where, "value_dim", "from 1 to 65536", shape.value_dim,
             here);
     require(tokens < (index_t{1} << 31) - 128, where, "tokens", "less than 2^31 - 128", tokens, here);
-    require_rows(where, "q", in.q, tokens, shape.key_heads * shape.key_dim, here);
-    require_rows(where, "k", in.k, tokens, shape.key_heads * shape.key_dim, here);
-    require_rows(where, "v", in.v, tokens, shape.value_heads * shape.value_dim, here);
-    require_rows(where, "g", in.g, tokens, shape.value_heads, here);
+    index_t const keys = shape.key_heads * shape.key_dim, values = shape.value_heads * shape.value_dim;
+    require_rows(where, {{"q", in.q, tokens, keys}, {"k", in.k, tokens, keys}, {"v", in.v, tokens, values}}, here);
+    require_rows(where, {{"g", in.g, tokens, shape.value_heads}}, here);
     if constexpr (Erases)
-        require_rows(where, "beta", in.beta, tokens, shape.value_heads, here);
+        require_rows(where, {{"beta", in.beta, tokens, shape.value_heads}}, here);
     else
         require(!in.beta.data(), where, "beta", "none, for nothing is erased", "some", here);
 }
@@ -181,13 +166,11 @@ void require_delta_input(char const* where, gated_delta_rule_shape const& shape,
     require(shape.stretch >= 0, where, "stretch", "not negative", shape.stretch, here);
     require(!in.offsets.empty() && in.offsets.size() <= 65536, where, "size of offsets", "from 1 to 65536",
             in.offsets.size(), here);
-    require_memory(where, "offsets", in.offsets, here);
     require(in.first.empty() || in.first.size() + 1 == in.offsets.size(), where, "size of first", in.offsets.size() - 1,
             in.first.size(), here);
-    require_memory(where, "first", in.first, here);
     require(in.counts.empty() || in.counts.size() + 1 == in.offsets.size(), where, "size of counts",
             in.offsets.size() - 1, in.counts.size(), here);
-    require_memory(where, "counts", in.counts, here);
+    require_memory(where, {{"offsets", in.offsets}, {"first", in.first}, {"counts", in.counts}}, here);
     require_states(where, "state", shape, in, in.state, here);
 }
 
@@ -206,14 +189,11 @@ void require_delta_apart(char const* where, gated_delta_rule_input<T> const& in,
 
 inline void require_bytes(char const* where, std::string const& what, index_t bytes, std::span<char> memory,
                           caller here) {
-    require(std::ssize(memory) >= bytes, where, ("bytes of " + what).c_str(), "at least " + std::to_string(bytes),
+    require(std::ssize(memory) >= bytes, where, ("bytes of " + what).c_str(), in_words("at least ", bytes),
             memory.size(), here);
     require(address(memory.data()) % 256 == 0, where, ("address of " + what).c_str(), "a multiple of 256",
             address(memory.data()), here);
-    require_memory(where, what.c_str(), memory, here);
-}
-inline void require_workspace(char const* where, index_t bytes, std::span<char> workspace, caller here) {
-    require_bytes(where, "workspace", bytes, workspace, here);
+    require_memory(where, {{what.c_str(), memory}}, here);
 }
 
 } // namespace detail

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What segments of the gated delta rule, or of a decay a head, do to the state that reaches them, in device memory:
-// S -> M S + E.
+// What segments of the gated delta rule, or of a decay a head, do on a device to the state before them: S -> M S + E.
 #pragma once
 
 #include <cpx/cuda/delta_rule_hopper.hpp>
@@ -40,27 +39,25 @@ delta_rule_path gated_delta_rule_fold(gated_delta_rule_shape const& shape,
     auto const require_all = [&](char const* what, std::span<float> states, index_t elements) {
         index_t const wanted = sequences * shape.value_heads * elements;
         require(std::ssize(states) == wanted, where, what, wanted, states.size(), here);
-        require_memory(where, what, states, here);
+        require_memory(where, {{what, states}}, here);
     };
     require_all("size of maps", maps, Erases ? shape.key_dim * shape.key_dim : 1);
     require_all("size of ends", ends, shape.key_dim * shape.value_dim);
     auto const space = delta_fold_space<Erases, T>(shape, tokens, sequences);
-    require_workspace(where, space.bytes, workspace, here);
+    require_bytes(where, "workspace", space.bytes, workspace, here);
     require_delta_apart(where, in, {{"maps", maps}, {"ends", ends}, {"workspace", workspace}}, {}, here);
     if (sequences == 0) return delta_rule_path::plain;
+    delta_call<Erases, T> const call{shape, in, space, workspace.data(), stream, here};
     if constexpr (std::same_as<T, __nv_bfloat16>)
         if (space.hopper && row_vector(in.k, in.v) == 16) {
-            launch_delta_hopper_fold<Erases>(shape, in, maps, ends, space, workspace.data(), stream, here);
+            launch_delta_hopper_fold(call, maps, ends);
             return delta_rule_path::tensor_cores;
         }
-    launch_delta_plan(shape, in, space, workspace.data(), stream, here);
+    call.make_plan();
+    int const of_maps = Erases ? kernels::delta::plain_blocks(static_cast<int>(shape.key_dim)) : 0;
     with_lane_columns(shape.key_dim, [&](auto channels) {
-        auto grid = delta_plain_grid(shape, space);
-        if constexpr (Erases)
-            grid.x += static_cast<unsigned>(kernels::delta::plain_blocks(static_cast<int>(shape.key_dim)));
-        kernels::delta_rule_plain_fold<T, channels><<<grid, 128, 0, stream>>>(
-            delta_tokens_of(shape, in, Erases, space, workspace.data()), maps.data(), ends.data());
-        check(cudaGetLastError(), "delta_rule_plain_fold", here);
+        call.launch_plain("delta_rule_plain_fold", kernels::delta_rule_plain_fold<T, channels>, of_maps, call.tokens(),
+                          maps.data(), ends.data());
     });
     return delta_rule_path::plain;
 }
@@ -80,23 +77,23 @@ delta_rule_path gated_delta_rule_backward_fold(gated_delta_rule_shape const& sha
     char const* const where = "cuda::gated_delta_rule_backward_fold";
     require_delta_input<Erases>(where, shape, in, here);
     index_t const tokens = in.k.count(), sequences = std::ssize(in.offsets) - 1;
-    require_rows(where, "dout", dout, tokens, shape.value_heads * shape.value_dim, here);
+    require_rows(where, {{"dout", dout, tokens, shape.value_heads * shape.value_dim}}, here);
     require(!dstates.empty() || sequences == 0, where, "dstates", "one for each sequence", "none", here);
     require_states(where, "dstates", shape, in, dstates, here);
     auto const space = delta_fold_space<Erases, T>(shape, tokens, sequences);
-    require_workspace(where, space.bytes, workspace, here);
+    require_bytes(where, "workspace", space.bytes, workspace, here);
     require_delta_apart(where, in, {{"dstates", dstates}, {"workspace", workspace}}, {{"dout", dout}}, here);
     if (sequences == 0) return delta_rule_path::plain;
+    delta_call<Erases, T> const call{shape, in, space, workspace.data(), stream, here};
     if constexpr (std::same_as<T, __nv_bfloat16>)
         if (space.hopper && row_vector(in.q, in.k, dout) == 16) {
-            launch_delta_hopper_backward_fold<Erases>(shape, in, dout, dstates, space, workspace.data(), stream, here);
+            launch_delta_hopper_backward_fold(call, dout, dstates);
             return delta_rule_path::tensor_cores;
         }
-    launch_delta_plan(shape, in, space, workspace.data(), stream, here);
+    call.make_plan();
     with_lane_columns(shape.key_dim, [&](auto channels) {
-        kernels::delta_rule_plain_fold_back<T, channels><<<delta_plain_grid(shape, space), 128, 0, stream>>>(
-            delta_tokens_of(shape, in, Erases, space, workspace.data()), delta_view(dout), dstates.data());
-        check(cudaGetLastError(), "delta_rule_plain_fold_back", here);
+        call.launch_plain("delta_rule_plain_fold_back", kernels::delta_rule_plain_fold_back<T, channels>, 0,
+                          call.tokens(), delta_view(dout), dstates.data());
     });
     return delta_rule_path::plain;
 }

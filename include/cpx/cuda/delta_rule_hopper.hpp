@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Launches of the kernels for sm_90a of the gated delta rule and of a decay a head, which erases nothing. Without
-// CUTLASS's headers there are none.
+// Launches of the delta rule's kernels for sm_90a, and of a decay a head's. Without CUTLASS's headers there are none.
 #pragma once
 
 #include <cpx/cuda/delta_rule_launch.hpp>
@@ -131,160 +130,137 @@ delta_space delta_backward_space(gated_delta_rule_shape const& shape, index_t to
 }
 
 /// Launches a kernel that waits for the one before it by itself, with much shared memory.
-template <class... P>
-void launch_hopper(void (*kernel)(P...), index_t blocks, int threads, std::size_t shared, cudaStream_t stream,
-                   char const* what, caller here, std::type_identity_t<P> const&... arguments) {
-    require(blocks < index_t{1} << 31, "cuda::gated_delta_rule", "blocks", "less than 2^31", blocks, here);
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)),
-          "cudaFuncSetAttribute", here);
-    launch_early(kernel, dim3(static_cast<unsigned>(blocks)), dim3(static_cast<unsigned>(threads)), shared, stream,
-                 what, here, arguments...);
+template <class Call, class... P>
+void launch_hopper(Call const& of, char const* what, void (*kernel)(P...), index_t blocks, int threads,
+                   std::size_t shared, std::type_identity_t<P> const&... arguments) {
+    require(blocks < index_t{1} << 31, "cuda::gated_delta_rule", "blocks", "less than 2^31", blocks, of.here);
+    launch_early(kernel, dims(blocks), dims(threads), shared, of.stream, what, of.here, arguments...);
 }
 
 /// Launches what comes before all others: the plan and, unless `made`, the inverses and the gates, into the workspace
 /// or, if that has no place for them, to `in.saved`. Returns what walks are given.
 template <bool Erases, class T>
-kernels::delta_walk launch_delta_prepared(gated_delta_rule_shape const& shape, gated_delta_rule_input<T> const& in,
-                                          CUtensorMap const& k, delta_space const& space, char* workspace, bool made,
-                                          cudaStream_t stream, caller here) {
-    int const key_heads = static_cast<int>(shape.key_heads), group = static_cast<int>(shape.value_heads) / key_heads;
+kernels::delta_walk launch_delta_prepared(delta_call<Erases, T> const& of, CUtensorMap const& k, bool made = false) {
+    auto const& [shape, in, space, workspace, stream, here] = of;
+    int const key_heads = static_cast<int>(shape.key_heads), group = of.group();
     bool const own = space.inverse >= 0;
     delta_space const at = own ? space : delta_saved_space<T>(shape, delta_saved_tokens(in), space.sequences);
     char* const prepared = own ? workspace : in.saved.data();
     kernels::delta_walk const walk{
-        delta_plan_at(shape, space, workspace),
-        {prepared + at.inverse, reinterpret_cast<kernels::delta_gates*>(prepared + at.gates)},
-        in.state.data(),
-        nullptr,
-        nullptr,
-        key_heads,
-        group,
-        delta_scale_of(shape),
+        of.plan(),       {prepared + at.inverse, reinterpret_cast<kernels::delta_gates*>(prepared + at.gates)},
+        in.state.data(), nullptr,
+        nullptr,         key_heads,
+        group,           delta_scale_of(shape),
         nullptr};
-    launch_delta_plan(shape, in, space, workspace, stream, here);
+    of.make_plan();
     if (made) return walk;
-    launch_hopper(kernels::delta_rule_prep<Erases>, space.chunks * kernels::delta_prep_blocks(key_heads, group), 128,
-                  Erases ? sizeof(kernels::delta::prep_memory) : sizeof(kernels::delta::prep_gates), stream,
-                  "delta_rule_prep", here, k,
+    launch_hopper(of, "delta_rule_prep", kernels::delta_rule_prep<Erases>,
+                  space.chunks * kernels::delta_prep_blocks(key_heads, group), 128,
+                  Erases ? sizeof(kernels::delta::prep_memory) : sizeof(kernels::delta::prep_gates), k,
                   kernels::delta_prep_input{walk.plan, delta_view(in.g), delta_view(in.beta), key_heads, group},
                   walk.prepared);
     return walk;
 }
 
-template <bool Erases, bool Back = false>
-void launch_delta_fold(gated_delta_rule_shape const& shape, CUtensorMap const& k, CUtensorMap const& v,
-                       kernels::delta_walk const& walk, kernels::delta_steps const& steps, index_t stretches,
-                       cudaStream_t stream, caller here) {
-    launch_hopper(kernels::delta_rule_fold<Erases, Back>, stretches * (Erases ? 2 : 1) * shape.value_heads,
-                  Erases ? 512 : 384, sizeof(kernels::delta::fold_memory<Erases>), stream, "delta_rule_fold", here, k,
-                  v, walk, steps);
+template <bool Back = false, bool Erases, class T>
+void launch_delta_fold(delta_call<Erases, T> const& of, CUtensorMap const& k, CUtensorMap const& v,
+                       kernels::delta_walk const& walk, kernels::delta_steps const& steps, index_t stretches) {
+    launch_hopper(of, "delta_rule_fold", kernels::delta_rule_fold<Erases, Back>,
+                  stretches * (Erases ? 2 : 1) * of.shape.value_heads, Erases ? 512 : 384,
+                  sizeof(kernels::delta::fold_memory<Erases>), k, v, walk, steps);
 }
 
 template <bool Erases, class T>
-void launch_delta_hopper(gated_delta_rule_shape const& shape, gated_delta_rule_input<T> const& in, rows<T> o,
-                         std::span<float> last, delta_space const& space, char* workspace, cudaStream_t stream,
-                         caller here) {
+void launch_delta_hopper(delta_call<Erases, T> const& of, rows<T> o, std::span<float> last) {
     namespace delta = kernels::delta;
+    auto const& [shape, in, space, workspace, stream, here] = of;
     auto const q = panels_of(in.q, here), k = panels_of(in.k, here), v = panels_of(in.v, here),
                out = panels_of(o, here);
-    auto walk = launch_delta_prepared<Erases>(shape, in, k, space, workspace, false, stream, here);
+    auto walk = launch_delta_prepared(of, k);
     walk.last = last.data();
-    walk.snapshots = reinterpret_cast<float*>(workspace + space.snapshots);
+    walk.snapshots = of.floats(space.snapshots);
     bool const by_scan = space.states_first && shape.scan;
     if (by_scan) {
-        auto const at = [&](index_t place) { return reinterpret_cast<float*>(workspace + place); };
-        kernels::delta_steps const steps{at(space.maps), at(space.ends), false};
-        launch_delta_fold<Erases>(shape, k, v, walk, steps, space.stretches, stream, here);
-        dim3 const grid(128 / delta::join_columns, static_cast<unsigned>(shape.value_heads),
-                        static_cast<unsigned>(space.sequences));
-        launch_early(kernels::delta_rule_join<Erases>, grid, dim3(512), 0, stream, "delta_rule_join", here, walk,
-                     steps);
+        kernels::delta_steps const steps{of.floats(space.maps), of.floats(space.ends), false};
+        launch_delta_fold(of, k, v, walk, steps, space.stretches);
+        launch_early(kernels::delta_rule_join<Erases>,
+                     dims(128 / delta::join_columns, shape.value_heads, space.sequences), 512, 0, stream,
+                     "delta_rule_join", here, walk, steps);
     } else if (space.states_first) {
-        launch_hopper(kernels::delta_rule_state<Erases>, space.sequences * shape.value_heads * 2,
-                      kernels::delta_state_threads<Erases>, sizeof(delta::state_memory<1, Erases>), stream,
-                      "delta_rule_state", here, k, v, walk);
+        launch_hopper(of, "delta_rule_state", kernels::delta_rule_state<Erases>,
+                      space.sequences * shape.value_heads * 2, kernels::delta_state_threads<Erases>,
+                      sizeof(delta::state_memory<1, Erases>), k, v, walk);
     }
-    launch_hopper(kernels::delta_rule_main<Erases>, space.stretches * shape.value_heads, 512,
-                  sizeof(delta::main_memory<Erases>), stream, "delta_rule_main", here, q, k, v, out, walk,
+    launch_hopper(of, "delta_rule_main", kernels::delta_rule_main<Erases>, space.stretches * shape.value_heads, 512,
+                  sizeof(delta::main_memory<Erases>), q, k, v, out, walk,
                   kernels::delta_output{delta_view(o), space.states_first && !by_scan});
 }
 
 template <bool Erases, class T>
-void launch_delta_hopper_fold(gated_delta_rule_shape const& shape, gated_delta_rule_input<T> const& in,
-                              std::span<float> maps, std::span<float> ends, delta_space const& space, char* workspace,
-                              cudaStream_t stream, caller here) {
-    auto const k = panels_of(in.k, here), v = panels_of(in.v, here);
-    auto walk = launch_delta_prepared<Erases>(shape, in, k, space, workspace, false, stream, here);
+void launch_delta_hopper_fold(delta_call<Erases, T> const& of, std::span<float> maps, std::span<float> ends) {
+    auto const k = panels_of(of.in.k, of.here), v = panels_of(of.in.v, of.here);
+    auto walk = launch_delta_prepared(of, k);
     walk.initial = nullptr;
-    launch_delta_fold<Erases>(shape, k, v, walk, {maps.data(), ends.data(), true}, space.sequences, stream, here);
+    launch_delta_fold(of, k, v, walk, {maps.data(), ends.data(), true}, of.space.sequences);
+}
+
+/// Calls `f` with how many halves of a chain a block takes, as an std::integral_constant: both where blocks are enough,
+/// for then what these share counts. Those of a decay share little.
+template <bool Erases, class F>
+void with_halves(bool enough, F&& f) {
+    if constexpr (Erases)
+        if (enough) return f(std::integral_constant<int, 2>());
+    f(std::integral_constant<int, 1>());
 }
 
 template <bool Erases, class T>
-void launch_delta_hopper_backward_fold(gated_delta_rule_shape const& shape, gated_delta_rule_input<T> const& in,
-                                       rows<T const> dout, std::span<float> dstates, delta_space const& space,
-                                       char* workspace, cudaStream_t stream, caller here) {
-    auto const q = panels_of(in.q, here), k = panels_of(in.k, here), d = panels_of(dout, here);
-    auto walk = launch_delta_prepared<Erases>(shape, in, k, space, workspace, false, stream, here);
+void launch_delta_hopper_backward_fold(delta_call<Erases, T> const& of, rows<T const> dout, std::span<float> dstates) {
+    auto const q = panels_of(of.in.q, of.here), k = panels_of(of.in.k, of.here), d = panels_of(dout, of.here);
+    auto walk = launch_delta_prepared(of, k);
     walk.initial = nullptr;
     walk.last = dstates.data();
-    if constexpr (!Erases) {
-        launch_delta_fold<false, true>(shape, q, d, walk, {nullptr, dstates.data(), true}, space.sequences, stream,
-                                       here);
-    } else {
-        index_t const chains = space.sequences * shape.value_heads;
-        auto const launch = [&](auto halves) {
-            launch_hopper(kernels::delta_rule_fold_back<halves>, chains * 2 / halves, 512,
-                          sizeof(kernels::delta::dstate_memory<halves>), stream, "delta_rule_fold_back", here, q, k, d,
-                          walk);
-        };
-        if (fills_multiprocessors(2 * chains)) // then what both halves share counts
-            launch(std::integral_constant<int, 2>());
-        else
-            launch(std::integral_constant<int, 1>());
-    }
+    index_t const chains = of.space.sequences * of.shape.value_heads;
+    if constexpr (!Erases)
+        launch_delta_fold<true>(of, q, d, walk, {nullptr, dstates.data(), true}, of.space.sequences);
+    else
+        with_halves<true>(fills_multiprocessors(2 * chains), [&](auto halves) {
+            launch_hopper(of, "delta_rule_fold_back", kernels::delta_rule_fold_back<halves>, chains * 2 / halves, 512,
+                          sizeof(kernels::delta::dstate_memory<halves>), q, k, d, walk);
+        });
 }
 
 /// Returns by how many blocks the backward walks along so many chains, both halves each, while as many walk back: where
-/// these leave no room, by few, which take one chain after the other, so that gradients can follow them while what they
-/// have read and written is in L2.
+/// these leave no room, by few, one chain after the other, so that gradients can follow while what was read is in L2.
 inline index_t delta_walks_along(gated_delta_rule_shape const& shape, index_t chains) {
     index_t const room = multiprocessors() - chains, heads = shape.value_heads;
     return chains <= room ? chains : std::min(chains, std::max({heads, multiprocessors() / 4 / heads * heads, room}));
 }
 
 template <bool Erases, class T>
-void launch_delta_hopper_backward(gated_delta_rule_shape const& shape, gated_delta_rule_input<T> const& in,
-                                  rows<T const> dout, std::span<float const> dlast,
-                                  gated_delta_rule_gradients<T> const& to, delta_space const& space, char* workspace,
-                                  cudaStream_t stream, caller here) {
+void launch_delta_hopper_backward(delta_call<Erases, T> const& of, rows<T const> dout, std::span<float const> dlast,
+                                  gated_delta_rule_gradients<T> const& to) {
     namespace delta = kernels::delta;
+    auto const& [shape, in, space, workspace, stream, here] = of;
     auto const q = panels_of(in.q, here), k = panels_of(in.k, here), v = panels_of(in.v, here),
                d = panels_of(dout, here), dv = panels_of(to.dv, here);
-    auto walk = launch_delta_prepared<Erases>(shape, in, k, space, workspace, !in.saved.empty(), stream, here);
+    auto walk = launch_delta_prepared(of, k, !in.saved.empty());
     walk.states = workspace + space.states;
     auto back = walk;
     back.states = workspace + space.dstates;
     back.initial = dlast.data();
     back.last = to.dstate.data();
-    index_t const chains = space.sequences * shape.value_heads;
-    auto const launch_walks = [&](auto halves, index_t along) {
+    index_t const chains = space.sequences * shape.value_heads, along = delta_walks_along(shape, chains);
+    bool const both = Erases && fills_multiprocessors(2 * chains);
+    with_halves<Erases>(both, [&](auto halves) {
         constexpr std::size_t bytes = sizeof(delta::state_memory<halves, Erases>);
-        launch_hopper(kernels::delta_rule_walks<halves, Erases>, chains * 2 / halves + along,
-                      kernels::delta_walks_threads<Erases>,
-                      Erases ? std::max(bytes, sizeof(delta::dstate_memory<halves>)) : bytes, stream,
-                      "delta_rule_walks", here, q, k, v, d, dv, walk, back, kernels::delta_dvalues{delta_view(to.dv)});
-    };
-    bool const both = Erases && fills_multiprocessors(2 * chains); // then what both halves share counts
-    index_t const along = delta_walks_along(shape, chains);
-    if constexpr (!Erases) // where halves share little
-        launch_walks(std::integral_constant<int, 1>(), 2 * chains);
-    else if (both)
-        launch_walks(std::integral_constant<int, 2>(), along);
-    else // then how long a step takes
-        launch_walks(std::integral_constant<int, 1>(), 2 * chains);
-    index_t const tasks = space.chunks * shape.key_heads;
-    launch_hopper(kernels::delta_rule_grad<Erases>, std::min<index_t>(tasks, multiprocessors()), 512,
-                  sizeof(delta::grad_memory), stream, "delta_rule_grad", here, q, k, v, d, dv,
+        launch_hopper(of, "delta_rule_walks", kernels::delta_rule_walks<halves, Erases>,
+                      chains * 2 / halves + (both ? along : 2 * chains), kernels::delta_walks_threads<Erases>,
+                      Erases ? std::max(bytes, sizeof(delta::dstate_memory<halves>)) : bytes, q, k, v, d, dv, walk,
+                      back, kernels::delta_dvalues{delta_view(to.dv)});
+    });
+    launch_hopper(of, "delta_rule_grad", kernels::delta_rule_grad<Erases>,
+                  std::min<index_t>(space.chunks * shape.key_heads, multiprocessors()), 512, sizeof(delta::grad_memory),
+                  q, k, v, d, dv,
                   kernels::delta_gradients{walk.plan, walk.prepared, walk.states, back.states, delta_view(to.dq),
                                            delta_view(to.dk), delta_view(to.dg), delta_view(to.dbeta), walk.key_heads,
                                            walk.group, walk.scale, delta_view(to.dv), both && along < chains});
@@ -312,13 +288,13 @@ template <bool Erases, class T>
 delta_space delta_backward_space(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences, bool) {
     return delta_plain_backward_space(shape, tokens, sequences);
 }
-template <bool Erases, class... A>
+template <class... A>
 void launch_delta_hopper(A const&...) {}
-template <bool Erases, class... A>
+template <class... A>
 void launch_delta_hopper_fold(A const&...) {}
-template <bool Erases, class... A>
+template <class... A>
 void launch_delta_hopper_backward_fold(A const&...) {}
-template <bool Erases, class... A>
+template <class... A>
 void launch_delta_hopper_backward(A const&...) {}
 
 } // namespace cpx::cuda::detail

@@ -9,68 +9,76 @@
 
 namespace cpx::cuda::detail {
 
-template <class T>
-void launch_delta_plan(gated_delta_rule_shape const& shape, gated_delta_rule_input<T> const& in,
-                       delta_space const& space, char* workspace, cudaStream_t stream, caller here) {
-    auto const list = [](std::span<index_t const> numbers) { return numbers.empty() ? nullptr : numbers.data(); };
-    kernels::delta_rule_plan<<<1, 1024, 0, stream>>>(in.offsets.data(), list(in.first), list(in.counts),
-                                                     delta_plan_at(shape, space, workspace));
-    check(cudaGetLastError(), "delta_rule_plan", here);
-}
+/// A call, of arguments that fit, as all its launches see it.
+template <bool Erases, class T>
+struct delta_call {
+    gated_delta_rule_shape const& shape;
+    gated_delta_rule_input<T> const& in;
+    delta_space const& space;
+    char* workspace;
+    cudaStream_t stream;
+    caller here;
 
-template <class T>
-kernels::delta_tokens<T> delta_tokens_of(gated_delta_rule_shape const& shape, gated_delta_rule_input<T> const& in,
-                                         bool erases, delta_space const& space, char* workspace) {
-    return {delta_view(in.q),
-            delta_view(in.k),
-            delta_view(in.v),
-            delta_view(in.g),
-            delta_view(in.beta),
-            delta_plan_at(shape, space, workspace),
-            static_cast<int>(shape.key_heads),
-            static_cast<int>(shape.value_heads / shape.key_heads),
-            static_cast<int>(shape.key_dim),
-            static_cast<int>(shape.value_dim),
-            delta_scale_of(shape),
-            erases};
-}
+    float* floats(index_t place) const { return reinterpret_cast<float*>(workspace + place); }
+    int group() const { return static_cast<int>(shape.value_heads / shape.key_heads); }
+    kernels::delta_plan plan() const {
+        return {reinterpret_cast<kernels::delta_sequence*>(workspace + space.plan),
+                reinterpret_cast<kernels::delta_stretch*>(workspace + space.stretch_list),
+                reinterpret_cast<int*>(workspace + space.totals),
+                reinterpret_cast<int*>(workspace + space.flags),
+                space.stretches * shape.value_heads * 4,
+                static_cast<int>(space.sequences),
+                static_cast<int>(space.stretch_chunks)};
+    }
+    kernels::delta_tokens<T> tokens() const {
+        return {delta_view(in.q),
+                delta_view(in.k),
+                delta_view(in.v),
+                delta_view(in.g),
+                delta_view(in.beta),
+                plan(),
+                static_cast<int>(shape.key_heads),
+                group(),
+                static_cast<int>(shape.key_dim),
+                static_cast<int>(shape.value_dim),
+                delta_scale_of(shape),
+                Erases};
+    }
+    void make_plan() const {
+        auto const list = [](std::span<index_t const> numbers) { return numbers.empty() ? nullptr : numbers.data(); };
+        launch(kernels::delta_rule_plan, 1, 1024, 0, stream, "delta_rule_plan", here, in.offsets.data(), list(in.first),
+               list(in.counts), plan());
+    }
+    /// Launches a kernel of the plain path, with `more` blocks for other columns than those of values.
+    template <class... P>
+    void launch_plain(char const* name, void (*kernel)(P...), int more, std::type_identity_t<P> const&... given) const {
+        constexpr index_t columns = kernels::delta::plain_columns * kernels::delta::plain_warps;
+        launch(kernel, dims((shape.value_dim + columns - 1) / columns + more, shape.value_heads, space.sequences), 128,
+               0, stream, name, here, given...);
+    }
+};
 
-inline dim3 delta_plain_grid(gated_delta_rule_shape const& shape, delta_space const& space) {
-    constexpr index_t columns = kernels::delta::plain_columns * kernels::delta::plain_warps;
-    return dim3(static_cast<unsigned>((shape.value_dim + columns - 1) / columns),
-                static_cast<unsigned>(shape.value_heads), static_cast<unsigned>(space.sequences));
-}
-
-template <class T>
-void launch_delta_plain(gated_delta_rule_shape const& shape, gated_delta_rule_input<T> const& in, bool erases,
-                        rows<T> o, std::span<float> last, kernels::delta_trace const& trace, delta_space const& space,
-                        char* workspace, cudaStream_t stream, caller here) {
-    with_lane_columns(shape.key_dim, [&](auto channels) {
-        kernels::delta_rule_plain<T, channels><<<delta_plain_grid(shape, space), 128, 0, stream>>>(
-            delta_tokens_of(shape, in, erases, space, workspace), in.state.data(), last.data(), delta_view(o), trace);
-        check(cudaGetLastError(), "delta_rule_plain", here);
+template <bool Erases, class T>
+void launch_delta_plain(delta_call<Erases, T> const& of, rows<T> o, std::span<float> last,
+                        kernels::delta_trace const& trace) {
+    of.make_plan();
+    with_lane_columns(of.shape.key_dim, [&](auto channels) {
+        of.launch_plain("delta_rule_plain", kernels::delta_rule_plain<T, channels>, 0, of.tokens(), of.in.state.data(),
+                        last.data(), delta_view(o), trace);
     });
 }
 
-template <class T>
-void launch_delta_plain_backward(gated_delta_rule_shape const& shape, gated_delta_rule_input<T> const& in, bool erases,
-                                 rows<T const> dout, std::span<float const> dlast,
-                                 gated_delta_rule_gradients<T> const& to, delta_space const& space, char* workspace,
-                                 cudaStream_t stream, caller here) {
-    auto const at = [&](index_t place) { return reinterpret_cast<float*>(workspace + place); };
-    kernels::delta_trace const forward{at(space.states), at(space.written)};
-    kernels::delta_trace const back{at(space.dstates), at(space.dwritten)};
-    launch_delta_plan(shape, in, space, workspace, stream, here);
-    launch_delta_plain(shape, in, erases, rows<T>(), {}, forward, space, workspace, stream, here);
-    auto const tokens = delta_tokens_of(shape, in, erases, space, workspace);
-    with_lane_columns(shape.key_dim, [&](auto channels) {
-        kernels::delta_rule_plain_back<T, channels><<<delta_plain_grid(shape, space), 128, 0, stream>>>(
-            tokens, delta_view(dout), dlast.data(), to.dstate.data(), delta_view(to.dv), back);
-        check(cudaGetLastError(), "delta_rule_plain_back", here);
-        auto* const kernel = kernels::delta_rule_plain_gradients<T, channels>;
-        constexpr int shared = sizeof(kernels::delta::plain_memory);
-        check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared), "cudaFuncSetAttribute",
-              here);
+template <bool Erases, class T>
+void launch_delta_plain_backward(delta_call<Erases, T> const& of, rows<T const> dout, std::span<float const> dlast,
+                                 gated_delta_rule_gradients<T> const& to) {
+    auto const& space = of.space;
+    kernels::delta_trace const forward{of.floats(space.states), of.floats(space.written)};
+    kernels::delta_trace const back{of.floats(space.dstates), of.floats(space.dwritten)};
+    launch_delta_plain(of, rows<T>(), {}, forward);
+    auto const tokens = of.tokens();
+    with_lane_columns(of.shape.key_dim, [&](auto channels) {
+        of.launch_plain("delta_rule_plain_back", kernels::delta_rule_plain_back<T, channels>, 0, tokens,
+                        delta_view(dout), dlast.data(), to.dstate.data(), delta_view(to.dv), back);
         kernels::delta_plain_gradients<T> const gradients{forward,
                                                           back,
                                                           delta_view(dout),
@@ -78,11 +86,11 @@ void launch_delta_plain_backward(gated_delta_rule_shape const& shape, gated_delt
                                                           delta_view(to.dk),
                                                           delta_view(to.dg),
                                                           delta_view(to.dbeta),
-                                                          at(space.dq),
-                                                          at(space.dk)};
-        dim3 const grid(static_cast<unsigned>(space.chunks), static_cast<unsigned>(shape.key_heads));
-        kernel<<<grid, 256, shared, stream>>>(tokens, gradients);
-        check(cudaGetLastError(), "delta_rule_plain_gradients", here);
+                                                          of.floats(space.dq),
+                                                          of.floats(space.dk)};
+        launch(kernels::delta_rule_plain_gradients<T, channels>, dims(space.chunks, of.shape.key_heads), 256,
+               sizeof(kernels::delta::plain_memory), of.stream, "delta_rule_plain_gradients", of.here, tokens,
+               gradients);
     });
 }
 

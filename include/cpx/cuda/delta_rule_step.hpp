@@ -20,8 +20,7 @@ struct gated_delta_rule_step_input {
                                          ///< output is left alone; empty: row i has state i
 };
 
-/// Computes a token of every row's sequence, as `gated_delta_rule` does: reads its state, writes the next one in its
-/// place, and the output.
+/// Computes a token of every row's sequence, as `gated_delta_rule`: its output, and its next state in place.
 ///
 /// o: (rows, value heads * Dv). states: (states, value heads, Dk, Dv), as many as rows where there are no slots. Of the
 /// shape stretch, scan and path have no effect. One kernel, token by token with float sums, of every size; it moves the
@@ -40,12 +39,11 @@ void gated_delta_rule_step(gated_delta_rule_shape const& shape,
         Erases ? named_range<"cpx gated_delta_rule_step">() : named_range<"cpx head_decay_attention_step">();
     require_delta_rows<Erases>(where, shape, in, here);
     index_t const count = in.k.count(), width = shape.value_heads * shape.key_dim * shape.value_dim;
-    require_rows(where, "o", o, count, shape.value_heads * shape.value_dim, here);
+    require_rows(where, {{"o", o, count, shape.value_heads * shape.value_dim}}, here);
     require(std::ssize(states) % width == 0 && (!in.slots.empty() || std::ssize(states) == count * width), where,
             "size of states", in.slots.empty() ? count * width : width, states.size(), here);
-    require_memory(where, "states", states, here);
     require(in.slots.empty() || std::ssize(in.slots) == count, where, "size of slots", count, in.slots.size(), here);
-    require_memory(where, "slots", in.slots, here);
+    require_memory(where, {{"states", states}, {"slots", in.slots}}, here);
     require(shape.value_heads <= 65535, where, "value heads", "at most 65535", shape.value_heads, here);
     require_apart(where, std::array{operand("o", o), operand("states", states)},
                   std::array{operand("q", in.q), operand("k", in.k), operand("v", in.v), operand("g", in.g),
@@ -54,8 +52,7 @@ void gated_delta_rule_step(gated_delta_rule_shape const& shape,
     if (count == 0) return;
     auto const launch = [&](auto keys, auto channels) {
         constexpr index_t columns = 32 * channels;
-        dim3 const grid(static_cast<unsigned>(count), static_cast<unsigned>(shape.value_heads),
-                        static_cast<unsigned>((shape.value_dim + columns - 1) / columns));
+        auto const grid = dims(count, shape.value_heads, (shape.value_dim + columns - 1) / columns);
         kernels::delta_rule_decode<T, keys, channels><<<grid, 256, 0, stream>>>(
             {delta_view(in.q), delta_view(in.k), delta_view(in.v), delta_view(in.g), delta_view(in.beta),
              in.slots.empty() ? nullptr : in.slots.data(), static_cast<int>(shape.key_heads),

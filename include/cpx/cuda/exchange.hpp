@@ -43,10 +43,9 @@ struct exchange_options {
 ///
 /// Each call packs what leaves, sends one message a peer and unpacks, on the caller's stream, without host
 /// synchronisation or allocation. Rows that stay are copied once. A message that is one run of whole rows is sent from,
-/// or received into, its place. A plan that sums adds in rank order.
-/// Made by all ranks of the communicator, on its device; calls are collective and in the same order on all ranks, in
-/// one stream or ordered by events. Can be captured; before this object is destroyed the graph has ended, and it is not
-/// launched again.
+/// or received into, its place. A plan that sums adds in rank order. Made by all ranks of the communicator, on its
+/// device; calls are collective and in the same order on all ranks, in one stream or ordered by events. Can be
+/// captured; before this object is destroyed the graph has ended for good.
 template <class T>
 class exchange {
 public:
@@ -231,9 +230,8 @@ private:
         return {source.width, target.width, source.stride, target.stride, static_cast<index_t>(sizeof(T))};
     }
     ready const& plan_of(index_t number, caller here) const {
-        require(
-            number >= 0 && number < std::ssize(plans_), where, "number of the plan",
-            [&] { return "less than " + std::to_string(plans_.size()); }, number, here);
+        require(number >= 0 && number < std::ssize(plans_), where, "number of the plan",
+                detail::in_words("less than ", plans_.size()), number, here);
         return plans_[static_cast<std::size_t>(number)];
     }
     static std::size_t bytes(index_t elements) { return static_cast<std::size_t>(elements) * sizeof(T); }
@@ -266,7 +264,7 @@ private:
         }
         if (!later) return made;
         auto const fits = [&](char const* what, index_t count, index_t most) {
-            if (count > most) throw error(where, what, "at most " + std::to_string(most), std::to_string(count), here);
+            require(count <= most, where, what, detail::in_words("at most ", most), count, here);
         };
         fits("rectangles of the plans", std::ssize(made.list), room());
         fits("bytes that leave or come", made.staged, staged_out_.size());
@@ -325,7 +323,7 @@ private:
                         std::to_string(b.stride()), here);
         require(b.count() == 0 || detail::address(b.data()) % 16 == 0, where, "alignment of the buffer", "16 bytes",
                 detail::address(b.data()) % 16, here);
-        detail::require_memory(where, which, b, here);
+        detail::require_memory(where, {{which, b}}, here);
     }
     /// Gives all messages to the stream; `place`: returns where one is and its bytes. With the first to a rank, after
     /// plans were set, goes the word. Returns whether words come.

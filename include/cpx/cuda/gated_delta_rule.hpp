@@ -67,23 +67,23 @@ delta_rule_path gated_delta_rule(gated_delta_rule_shape const& shape,
     char const* const where = "cuda::gated_delta_rule";
     auto const range = Erases ? named_range<"cpx gated_delta_rule">() : named_range<"cpx head_decay_attention">();
     require_delta_input<Erases>(where, shape, in, here);
-    require_rows(where, "o", o, in.k.count(), shape.value_heads * shape.value_dim, here);
+    require_rows(where, {{"o", o, in.k.count(), shape.value_heads * shape.value_dim}}, here);
     require_states(where, "last", shape, in, last, here);
     auto const space =
         delta_forward_space<Erases, T>(shape, in.k.count(), std::ssize(in.offsets) - 1, !in.saved.empty());
-    require_workspace(where, space.bytes, workspace, here);
+    require_bytes(where, "workspace", space.bytes, workspace, here);
     require_saved(where, shape, in, here);
     require_delta_apart(where, in, {{"o", o}, {"last", last}, {"workspace", workspace}, {"saved", in.saved}}, {}, here);
     if (in.offsets.size() == 1) return delta_rule_path::plain;
+    delta_call<Erases, T> const call{shape, in, space, workspace.data(), stream, here};
     if constexpr (std::same_as<T, __nv_bfloat16>)
         if (space.hopper && row_vector(in.q, in.k, in.v, o) == 16) {
-            launch_delta_hopper<Erases>(shape, in, o, last, space, workspace.data(), stream, here);
+            launch_delta_hopper(call, o, last);
             return delta_rule_path::tensor_cores;
         }
     require(in.saved.empty() || !space.hopper, where, "rows", "at multiples of 16 bytes, or nothing saved", "others",
             here);
-    launch_delta_plan(shape, in, space, workspace.data(), stream, here);
-    launch_delta_plain(shape, in, Erases, o, last, {}, space, workspace.data(), stream, here);
+    launch_delta_plain(call, o, last, {});
     return delta_rule_path::plain;
 }
 
@@ -106,16 +106,15 @@ gated_delta_rule_backward(gated_delta_rule_shape const& shape,
     require_delta_input<Erases>(where, shape, in, here);
     index_t const tokens = in.k.count(), keys = shape.key_heads * shape.key_dim;
     index_t const values = shape.value_heads * shape.value_dim;
-    require_rows(where, "dout", dout, tokens, values, here);
+    require_rows(where, {{"dout", dout, tokens, values}}, here);
     require_states(where, "dlast", shape, in, dlast, here);
-    require_rows(where, "dq", to.dq, tokens, keys, here);
-    require_rows(where, "dk", to.dk, tokens, keys, here);
-    require_rows(where, "dv", to.dv, tokens, values, here);
-    require_rows(where, "dg", to.dg, tokens, shape.value_heads, here);
-    if constexpr (Erases) require_rows(where, "dbeta", to.dbeta, tokens, shape.value_heads, here);
+    require_rows(where, {{"dq", to.dq, tokens, keys}, {"dk", to.dk, tokens, keys}, {"dv", to.dv, tokens, values}},
+                 here);
+    require_rows(where, {{"dg", to.dg, tokens, shape.value_heads}}, here);
+    if constexpr (Erases) require_rows(where, {{"dbeta", to.dbeta, tokens, shape.value_heads}}, here);
     require_states(where, "dstate", shape, in, to.dstate, here);
     auto const space = delta_backward_space<Erases, T>(shape, tokens, std::ssize(in.offsets) - 1, !in.saved.empty());
-    require_workspace(where, space.bytes, workspace, here);
+    require_bytes(where, "workspace", space.bytes, workspace, here);
     require_saved(where, shape, in, here);
     require_delta_apart(where, in,
                         {{"dq", to.dq},
@@ -127,14 +126,15 @@ gated_delta_rule_backward(gated_delta_rule_shape const& shape,
                          {"workspace", workspace}},
                         {{"dout", dout}, {"dlast", dlast}, {"saved", in.saved}}, here);
     if (in.offsets.size() == 1) return delta_rule_path::plain;
+    delta_call<Erases, T> const call{shape, in, space, workspace.data(), stream, here};
     if constexpr (std::same_as<T, __nv_bfloat16>)
         if (space.hopper) {
             require(row_vector(in.q, in.k, in.v, dout, to.dq, to.dk, to.dv) == 16, where, "rows",
                     "at multiples of 16 bytes, or shape.path = plain", "others", here);
-            launch_delta_hopper_backward<Erases>(shape, in, dout, dlast, to, space, workspace.data(), stream, here);
+            launch_delta_hopper_backward(call, dout, dlast, to);
             return delta_rule_path::tensor_cores;
         }
-    launch_delta_plain_backward(shape, in, Erases, dout, dlast, to, space, workspace.data(), stream, here);
+    launch_delta_plain_backward(call, dout, dlast, to);
     return delta_rule_path::plain;
 }
 

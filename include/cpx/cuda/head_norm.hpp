@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Root-mean-square norms of one rank's rows, head by head.
+// Norms of one rank's rows, head by head: root-mean-square norms, and the lengths by which q and k are divided.
 #pragma once
 
 #include <cpx/cuda/arguments.hpp>
-#include <cpx/cuda/row_gather.hpp>
+#include <cpx/cuda/launch.hpp>
 
 #include <cpx/head_norm.cuh>
 
+#include <algorithm>
 #include <string>
 #include <type_traits>
 
@@ -19,28 +20,28 @@ namespace detail {
 template <class T>
 void norm_given(char const* where, norm_input<T> const& n, caller here) {
     require(n.dim() > 0 && n.x.width() % n.dim() == 0, where, "width of x",
-            "a multiple of the size of weight, " + std::to_string(n.dim()), n.x.width(), here);
-    require_rows(where, "x", n.x, n.x.count(), n.x.width(), here);
-    if (n.z.data()) require_rows(where, "z", n.z, n.x.count(), n.x.width(), here);
-    require_rows(where, "weight", n.weight, 1, n.dim(), here);
+            in_words("a multiple of the size of weight, ", n.dim()), n.x.width(), here);
+    require_rows(where, {{"x", n.x}, {"weight", n.weight, 1, n.dim()}}, here);
+    if (n.z.data()) require_rows(where, {{"z", n.z, n.x.count(), n.x.width()}}, here);
 }
 
-/// Launches a warp for each row.
-template <class... P>
-void launch_rows(char const* where, void (*kernel)(P...), index_t count, cudaStream_t stream, caller here,
-                 std::type_identity_t<P>... arguments) {
+/// Launches a warp for each row: `vectors` by lanes, where there are some, else `any`.
+template <class Vectors, class Any, class... X>
+void launch_rows(char const* where, Vectors vectors, Any any, kernels::norm_lanes by, index_t count,
+                 cudaStream_t stream, caller here, X const&... arguments) {
     index_t const blocks = (count + 7) / 8;
     require(blocks < index_t{1} << 31, where, "rows", "less than 2^34", count, here);
     if (blocks == 0) return;
-    kernel<<<static_cast<unsigned>(blocks), dim3(32, 8), 0, stream>>>(arguments...);
-    check(cudaGetLastError(), where, here);
+    if (by.lanes > 0)
+        launch(vectors, dims(blocks), dim3(32, 8), 0, stream, where, here, arguments..., by);
+    else
+        launch(any, dims(blocks), dim3(32, 8), 0, stream, where, here, arguments...);
 }
 
 } // namespace detail
 
 /// Computes `y = x / sqrt(mean x^2 + eps) * (offset + weight)`, and with z silu(z) times that; the mean is a head's. y
-/// may be x or z. Elements may be float, bfloat16 or half; sums and what `terms` holds are float. A row's bits are the
-/// same wherever it lies. Can be captured.
+/// may be x or z. Sums and what `terms` holds are float. A row's bits are the same wherever it lies. Can be captured.
 ///
 /// Throws `cpx::error` on shapes that do not fit and memory that overlaps or is another device's, before anything is
 /// launched.
@@ -49,15 +50,13 @@ void normalise_rows(norm_input<T> const& n, std::type_identity_t<rows<T>> y, cud
                     caller here = caller::here()) {
     char const* const where = "cuda::normalise_rows";
     detail::norm_given(where, n, here);
-    detail::require_rows(where, "y", y, n.x.count(), n.x.width(), here);
+    detail::require_rows(where, {{"y", y, n.x.count(), n.x.width()}}, here);
     detail::require_apart(where, {{"y", y}}, {{"x", n.x}, {"z", n.z}}, here, detail::in_place::yes);
     detail::require_apart(where, {{"y", y}}, {{"weight", n.weight}}, here);
     rows<T const> const z = n.z.data() ? n.z : n.x;
     auto const by = kernels::norm_lanes_of<T>(n.dim(), detail::row_vector(n.x, z, n.weight, y) == 16);
-    if (by.lanes > 0)
-        detail::launch_rows(where, kernels::normalise_rows<T>, n.x.count(), stream, here, n, y, by);
-    else
-        detail::launch_rows(where, kernels::normalise_any_rows<T>, n.x.count(), stream, here, n, y);
+    detail::launch_rows(where, kernels::normalise_rows<T>, kernels::normalise_any_rows<T>, by, n.x.count(), stream,
+                        here, n, y);
 }
 
 /// Computes the gradients of x and, with z, of z, and adds to each row of `terms`, (rows, dim), what that row adds to
@@ -68,21 +67,44 @@ void normalise_rows_backward(norm_input<T> const& n, std::type_identity_t<rows<T
                              cudaStream_t stream, caller here = caller::here()) {
     char const* const where = "cuda::normalise_rows_backward";
     detail::norm_given(where, n, here);
-    detail::require_rows(where, "dy", dy, n.x.count(), n.x.width(), here);
-    detail::require_rows(where, "dx", dx, n.x.count(), n.x.width(), here);
-    if (n.z.data()) detail::require_rows(where, "dz", dz, n.x.count(), n.x.width(), here);
-    detail::require_rows(where, "terms", terms, n.x.count(), n.dim(), here);
+    index_t const count = n.x.count(), width = n.x.width();
+    detail::require_rows(where, {{"dy", dy, count, width}, {"dx", dx, count, width}}, here);
+    if (n.z.data()) detail::require_rows(where, {{"dz", dz, count, width}}, here);
+    detail::require_rows(where, {{"terms", terms, count, n.dim()}}, here);
     detail::require_apart(where, {{"dx", dx}}, {{"dy", dy}}, here, detail::in_place::yes);
     detail::require_apart(where, {{"dx", dx}, {"dz", dz}, {"terms", terms}},
                           {{"x", n.x}, {"z", n.z}, {"weight", n.weight}}, here);
     rows<T const> const z = n.z.data() ? n.z : n.x, of_z = n.z.data() ? dz : n.x;
     auto const by = kernels::norm_lanes_of<T>(n.dim(), detail::row_vector(n.x, z, n.weight, dy, dx, of_z) == 16);
-    if (by.lanes > 0)
-        detail::launch_rows(where, kernels::normalise_rows_backward<T>, n.x.count(), stream, here, n, dy, dx, dz, terms,
-                            by);
+    detail::launch_rows(where, kernels::normalise_rows_backward<T>, kernels::normalise_any_rows_backward<T>, by, count,
+                        stream, here, n, dy, dx, dz, terms);
+}
+
+/// Writes `y = x / sqrt(sum x^2 + 1e-6)`, the sum over each head of `dim` columns; any strides.
+///
+/// With `back`, y holds the gradient of that result and becomes the gradient of x. Bitwise the same for a row wherever
+/// it lies. Throws `cpx::error` on shapes that do not fit and memory of another device, before anything is launched.
+template <class T>
+void normalise_heads(rows<T const> x, index_t dim, rows<T> y, bool back, cudaStream_t stream,
+                     caller here = caller::here()) {
+    char const* const where = "cuda::normalise_heads";
+    require(dim >= 1 && x.width() % dim == 0, where, "width", detail::in_words("whole heads of ", dim), x.width(),
+            here);
+    detail::require_rows(where, {{"x", x}, {"y", y, x.count(), x.width()}}, here);
+    detail::require_apart(where, {{"y", y}}, {{"x", x}}, here);
+    index_t const heads = x.width() / dim, items = x.count() * heads;
+    if (items == 0) return;
+    bool const whole = detail::row_vector(x, y) == 16;
+    auto const by = kernels::norm_lanes_of<T>(dim, whole);
+    int const columns = static_cast<int>(dim);
+    if (by.lanes > 0 && x.count() < index_t{1} << 33)
+        launch(kernels::normalise_heads<T>, detail::dims((x.count() + 7) / 8), dim3(32, 8), 0, stream,
+               "normalise_heads", here, x.data(), x.stride(), y.data(), y.stride(), x.count(), x.width(), columns, back,
+               by);
     else
-        detail::launch_rows(where, kernels::normalise_any_rows_backward<T>, n.x.count(), stream, here, n, dy, dx, dz,
-                            terms);
+        launch(kernels::normalise_any_heads<T>, detail::dims(std::min<index_t>((items + 7) / 8, 4096)), dim3(32, 8), 0,
+               stream, "normalise_heads", here, x.data(), x.stride(), y.data(), y.stride(), x.count(),
+               static_cast<int>(heads), columns, back);
 }
 
 } // namespace cpx::cuda

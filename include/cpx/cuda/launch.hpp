@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Launches of short kernels, of which the launch itself takes a share.
+// Launches of kernels in a stream.
 #pragma once
 
 #include <cpx/cuda/runtime.hpp>
@@ -11,25 +11,49 @@
 
 namespace cpx::cuda {
 
-/// Launches a kernel that calls `kernels::wait_for_previous_kernel()` before it touches what kernels write: where its
-/// code is of sm_90 or later, its blocks come to the multiprocessors while the kernel before it ends. `shared`: bytes
-/// of dynamic shared memory. Can be captured.
+namespace detail {
+
+/// Returns as many blocks, or threads.
+inline dim3 dims(index_t x, index_t y = 1, index_t z = 1) {
+    return dim3(static_cast<unsigned>(x), static_cast<unsigned>(y), static_cast<unsigned>(z));
+}
+
 template <class... P>
-void launch_early(void (*kernel)(P...), dim3 grid, dim3 block, std::size_t shared, cudaStream_t stream,
-                  char const* what, caller here, std::type_identity_t<P> const&... arguments) {
+void launch_kernel(bool early, void (*kernel)(P...), dim3 grid, dim3 block, std::size_t shared, cudaStream_t stream,
+                   char const* what, caller here, std::type_identity_t<P> const&... arguments) {
+    int const dynamic = static_cast<int>(shared);
     cudaFuncAttributes code{};
-    check(cudaFuncGetAttributes(&code, kernel), "cudaFuncGetAttributes", here);
-    cudaLaunchAttribute early{};
-    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    early.val.programmaticStreamSerializationAllowed = 1;
+    if (early || dynamic > 0) check(cudaFuncGetAttributes(&code, kernel), "cudaFuncGetAttributes", here);
+    if (dynamic > code.maxDynamicSharedSizeBytes) // which is 48 KiB less what is static, until it has been set
+        check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, dynamic),
+              "cudaFuncSetAttribute", here);
+    cudaLaunchAttribute serialized{};
+    serialized.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    serialized.val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config{};
     config.gridDim = grid;
     config.blockDim = block;
     config.dynamicSmemBytes = shared;
     config.stream = stream;
-    config.attrs = &early;
-    config.numAttrs = code.ptxVersion >= 90 ? 1 : 0; // else nothing in the code waits
+    config.attrs = &serialized;
+    config.numAttrs = early && code.ptxVersion >= 90 ? 1 : 0; // else nothing in the code waits
     check(cudaLaunchKernelEx(&config, kernel, arguments...), what, here);
+}
+
+} // namespace detail
+
+/// Launches a kernel. `shared`: bytes of dynamic shared memory, at most those that the device has. Can be captured.
+template <class... P>
+void launch(void (*kernel)(P...), dim3 grid, dim3 block, std::size_t shared, cudaStream_t stream, char const* what,
+            caller here, std::type_identity_t<P> const&... arguments) {
+    detail::launch_kernel(false, kernel, grid, block, shared, stream, what, here, arguments...);
+}
+/// The same of a kernel that calls `kernels::wait_for_previous_kernel()` before it touches what kernels write: where
+/// its code is of sm_90 or later, its blocks come to the multiprocessors while the kernel before it ends.
+template <class... P>
+void launch_early(void (*kernel)(P...), dim3 grid, dim3 block, std::size_t shared, cudaStream_t stream,
+                  char const* what, caller here, std::type_identity_t<P> const&... arguments) {
+    detail::launch_kernel(true, kernel, grid, block, shared, stream, what, here, arguments...);
 }
 
 } // namespace cpx::cuda

@@ -126,8 +126,7 @@ public:
 
     cudaStream_t stream() const { return stream_; }
 
-    /// Returns as many zeros as the product of `counts`. Throws `cpx::error` if they are no size, and what the resource
-    /// throws.
+    /// Returns zeros, as many as `counts` multiply to. Throws `cpx::error` of no size, and what the resource throws.
     template <class T>
     block<T> zeros(char const* where, std::initializer_list<index_t> counts, caller here = caller::here()) const {
         index_t const count = cpx::detail::product(where, "elements", counts, here);

@@ -8,6 +8,7 @@
 #include <cpx/cuda/row_gather.hpp>
 #include <cpx/cuda/write_numbers.hpp>
 #include <cpx/plan/mrope.hpp>
+#include <cpx/transport/host_page.hpp>
 
 #include <cpx/mrope.cuh>
 
@@ -44,7 +45,7 @@ public:
         index_t const limit = std::numeric_limits<int>::max() / 4;
         auto const sizes = {most.rows, most.segments, most.sequences, most.images, most.videos};
         require(std::min(sizes) >= 0 && std::max(sizes) < limit / ranks, where, "capacity",
-                "0 to " + std::to_string(limit / ranks - 1), std::min(sizes) < 0 ? std::min(sizes) : std::max(sizes),
+                detail::in_words("0 to ", limit / ranks - 1), std::min(sizes) < 0 ? std::min(sizes) : std::max(sizes),
                 here);
         require(of.merge > 0, where, "merge", "at least 1", of.merge, here);
         require(of.tokens_per_second >= 0 && of.tokens_per_second < 1 << 20, where, "tokens_per_second",
@@ -59,10 +60,8 @@ public:
         grids_ = buffer<kernels::placed_grid>(most.images + most.videos + 2, here);
         numbers_ = buffer<index_t>(2 * most.sequences + 1, here);
         rows_ = buffer<std::int32_t>(5 * most.rows, here);
-        void* page = nullptr;
-        check_call(cudaHostAlloc(&page, sizeof(kernels::media_faults), cudaHostAllocPortable), here);
-        found_ = {static_cast<kernels::media_faults*>(page), [](auto* p) { static_cast<void>(cudaFreeHost(p)); }};
-        *found_ = {};
+        found_ = cpx::detail::host_page<kernels::media_faults>();
+        require(found_ != nullptr, where, "cudaHostAlloc", "success", "a failure", here);
 
         work_.slots = reinterpret_cast<kernels::media_slot*>(slots_.data());
         work_.order = slots_.data() + slot_numbers();
@@ -158,8 +157,7 @@ public:
                              here);
             index_t const rows = of.rows(rank_, here);
             require_room("rows", rows, most_.rows, here);
-            detail::require_memory(where, "offsets", offsets, here);
-            detail::require_memory(where, "valid offsets", valid, here);
+            detail::require_memory(where, {{"offsets", offsets}, {"valid offsets", valid}}, here);
             launch_early(kernels::find_media_slots<P, Cut, I>, 1, kernels::media_threads, 0, stream, where, here, work_,
                          of.policy(), of.cut(), rank_, offsets.data(), valid.empty() ? nullptr : valid.data(),
                          static_cast<int>(sequences));
@@ -177,7 +175,7 @@ public:
         check(here);
         require(std::ssize(ids) == work_.rows, where, "number of ids", work_.rows, ids.size(), here);
         set_grids(grids, here);
-        detail::require_memory(where, "ids", ids, here);
+        detail::require_memory(where, {{"ids", ids}}, here);
         if (counts_.size() > 0)
             check_call(cudaMemsetAsync(counts_.data(), 0, static_cast<std::size_t>(counts_.size()) * 4, stream), here);
         launch_early(kernels::count_media<I>, static_cast<unsigned>(work_.tile_count + 2), kernels::media_threads, 0,
@@ -198,7 +196,7 @@ public:
         if (own) gathered = counts();
         work.gathered_first = own && !alone_ ? rank_ * most_.segments : 0;
         work.gathered_count = own ? most_.segments : work.places;
-        detail::require_rows(where, "counts", gathered, work.gathered_count, 2, here);
+        detail::require_rows(where, {{"counts", gathered, work.gathered_count, 2}}, here);
         require(gathered.stride() == 2, where, "stride of the counts", 2, gathered.stride(), here);
         work.gathered = reinterpret_cast<media_count const*>(gathered.data());
         launch_early(kernels::locate_media<>, 1, kernels::media_threads, 0, stream, where, here, work);
@@ -209,8 +207,7 @@ public:
 
     /// Returns (3, rows), as `rotary_positions` takes it: the axes time, height and width.
     rows<std::int32_t const> axes() const { return {rows_.data(), 3, work_.rows, most_.rows}; }
-    /// Returns as many numbers as rows: those that hold placeholders of a kind, ascending, as the rank's rows of
-    /// features, then -1.
+    /// Returns a number a row: those that hold placeholders of a kind, ascending, as the rank's features, then -1.
     std::span<std::int32_t const> placeholders(media_kind kind) const {
         return {work_.held[kind == media_kind::video], static_cast<std::size_t>(work_.rows)};
     }
@@ -250,7 +247,7 @@ private:
     static index_t tiles_of(index_t rows) { return (rows + kernels::media_threads - 1) / kernels::media_threads; }
     static void check_call(cudaError_t result, caller here) { cuda::check(result, where, here); }
     static void require_room(char const* what, index_t count, index_t most, caller here) {
-        if (count > most) throw error(where, what, "at most " + std::to_string(most), std::to_string(count), here);
+        require(count <= most, where, what, detail::in_words("at most ", most), count, here);
     }
     void set_rows(index_t rows) {
         work_.rows = static_cast<int>(rows);
@@ -264,13 +261,13 @@ private:
             require(std::ssize(lists[kind]) == 3 * count, where, "numbers of the grids", "three a grid",
                     lists[kind].size(), here);
             require_room(kind == 0 ? "images" : "videos", count, most[kind], here);
-            detail::require_memory(where, "grids", lists[kind], here);
+            detail::require_memory(where, {{"grids", lists[kind]}}, here);
             work_.given[kind] = {lists[kind].data(), nullptr, static_cast<int>(count)};
         }
         if (grids.seconds.empty()) return;
         require(3 * grids.seconds.size() == grids.videos.size(), where, "number of seconds", grids.videos.size() / 3,
                 grids.seconds.size(), here);
-        detail::require_memory(where, "seconds", grids.seconds, here);
+        detail::require_memory(where, {{"seconds", grids.seconds}}, here);
         work_.given[1].seconds = grids.seconds.data();
     }
 

@@ -58,8 +58,7 @@ using device_side_of = decltype(side_of(std::declval<S const&>()));
 
 } // namespace detail
 
-/// Moves tensors of elements T between two shardings in one kernel: no staging, no table of rows, no host
-/// synchronisation.
+/// Moves tensors of elements T between two shardings in one kernel: no staging, no table of rows, no wait of the host.
 ///
 /// Addresses follow from the policies and from cu_seqlens in device memory, so that a call can be captured in a CUDA
 /// graph and replayed with other offsets. Offsets with which rows do not fit a buffer, or that differ between ranks,
@@ -69,8 +68,7 @@ using device_side_of = decltype(side_of(std::declval<S const&>()));
 template <class T, any_sharding From, any_sharding To>
 class relayout {
 public:
-    /// `width`: elements of a row, unless the plan has sections. Throws `cpx::error` if the kernel cannot run this
-    /// plan.
+    /// `width`: elements of a row, unless there are sections. Throws `cpx::error` of a plan that the kernel cannot run.
     relayout(relayout_plan<From, To> const& plan, index_t width, caller here = caller::here())
         : from_(detail::side_of(plan.from)), to_(detail::side_of(plan.to)), rank_(plan.rank) {
         require(plan.kind != flow::sums, "cuda::relayout", "plan", "one that moves rows", "one that adds them", here);
@@ -80,7 +78,7 @@ public:
         constexpr section whole;
         auto const groups = sections.empty() ? std::span(&whole, 1) : sections;
         require(std::ssize(groups) <= kernels::most_sections, "cuda::relayout", "sections",
-                "at most " + std::to_string(kernels::most_sections), groups.size(), here);
+                detail::in_words("at most ", kernels::most_sections), groups.size(), here);
         // Loads the kernel now: if its first launch loads it, that waits for kernels that wait for this one.
         cudaFuncAttributes loaded{};
         check(cudaFuncGetAttributes(&loaded, kernels::relayout_push<source_side, target_side>), "cudaFuncGetAttributes",
@@ -127,20 +125,15 @@ public:
     /// Stores this rank's rows of `from` into the targets of the ranks of the memory; this rank's begins `offset` bytes
     /// from the beginning of its memory. The arguments are such that `check_call` passes.
     ///
-    /// from: (rows, width), any stride, memory of this device. Rows of the targets are dense. batch: cu_seqlens in
-    /// device memory, of as many sequences as offsets are to be read. Calls on one memory are in one stream, or ordered
-    /// by events.
+    /// from: (rows, width), any stride, memory of this device. Rows of the targets are dense. batch: cu_seqlens on the
+    /// device, of as many sequences as are to be read. Calls on one memory are in one stream, or ordered by events.
     void operator()(rows<T const> from, peer_memory const& memory, index_t offset, std::span<index_t const> batch,
                     cudaStream_t stream, caller here = caller::here()) const {
         kernels::relayout_rows const r = arguments(from, memory, offset, batch);
         auto const range = named_range<"cpx relayout, one kernel">();
         auto const kernel = kernels::relayout_push<source_side, target_side>;
-        std::size_t const shared = tables(memory, batch);
-        if (shared > 48 * 1024)
-            check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)),
-                  "cudaFuncSetAttribute", here);
-        launch_early(kernel, dim3(static_cast<unsigned>(memory.blocks)), dim3(512), shared, stream, "relayout_push",
-                     here, from_, to_, r, memory.meeting);
+        launch_early(kernel, detail::dims(memory.blocks), 512, tables(memory, batch), stream, "relayout_push", here,
+                     from_, to_, r, memory.meeting);
     }
 
     /// Throws `cpx::error` if the buffers of a call do not fit.
@@ -154,21 +147,16 @@ public:
         cpx::detail::require_own(where, "ranks of the memory", memory.first + memory.meeting.rank,
                                  std::max(ranks, memory.first + peers), rank_, ranks, here);
         require(offset % 16 == 0, where, "alignment of the target", "16 bytes", offset % 16, here);
-        require(
-            offset >= 0 && offset + target_bytes() <= memory.bytes, where, "bytes of the target",
-            [&] { return "at most those after the offset, " + std::to_string(memory.bytes - offset); }, target_bytes(),
-            here);
-        detail::require_memory(where, "source", from, here);
-        detail::require_memory(where, "offsets", batch, here);
+        require(offset >= 0 && offset + target_bytes() <= memory.bytes, where, "bytes of the target",
+                detail::in_words("at most those after the offset, ", memory.bytes - offset), target_bytes(), here);
+        detail::require_memory(where, {{"source", from}, {"offsets", batch}}, here);
         std::span const target(memory.base[memory.meeting.rank] + offset, static_cast<std::size_t>(target_bytes()));
         detail::require_apart(where, {{"target", target}}, {{"source", from}, {"offsets", batch}}, here);
         int most = 0;
         check(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, memory.device),
               "cudaDeviceGetAttribute", here);
-        require(
-            tables(memory, batch) + 1024 <= static_cast<std::size_t>(most), where, "sequences",
-            [&] { return "few enough for tables of " + std::to_string(most - 1024) + " bytes"; }, std::ssize(batch) - 1,
-            here);
+        require(tables(memory, batch) + 1024 <= static_cast<std::size_t>(most), where, "sequences",
+                detail::in_words("few enough for tables of ", most - 1024, " bytes"), std::ssize(batch) - 1, here);
     }
 
     /// Returns what the kernel is told of the rows of a call; see there.

@@ -76,7 +76,7 @@ public:
     /// device reads the table. Throws `cpx::error` as above, or if there is no room.
     void write(std::vector<segment> const& segments, caller here = caller::here()) {
         require(std::ssize(segments) <= begins_.size(), "cuda::segment_table", "segments",
-                "at most " + std::to_string(begins_.size()), segments.size(), here);
+                detail::in_words("at most ", begins_.size()), segments.size(), here);
         std::vector<kernels::segment_begin> list;
         index_t row = 0;
         for (segment const& s : segments) {
@@ -109,8 +109,8 @@ public:
             index_t const sequences = of.batch().sequences(), segments = sequences * of.policy().chunks(rank);
             require(std::ssize(offsets) == sequences + 1, where, "offsets", sequences + 1, offsets.size(), here);
             require(segments <= begins_.size(), where, "segments, empty ones too",
-                    "at most " + std::to_string(begins_.size()), segments, here);
-            detail::require_memory(where, "offsets", offsets, here);
+                    detail::in_words("at most ", begins_.size()), segments, here);
+            detail::require_memory(where, {{"offsets", offsets}}, here);
             launch_early(kernels::find_segments<P, Cut, I>, 1, 32, 0, stream, where, here, of.policy(), of.cut(), rank,
                          offsets.data(), static_cast<int>(sequences), begins_.data(), static_cast<int>(begins_.size()));
             rows_ = of.rows(rank, here);
@@ -180,15 +180,14 @@ template <gpu_number T>
 void require_rotated(char const* where, rotated<T> const& tensor, std::span<rotated<T> const> before, index_t head_dim,
                      rotary_positions const& positions, caller here) {
     auto const& [x, y] = tensor;
-    require_sizes(where, "x", x, here);
-    require_sizes(where, "y", y, here);
-    require(x.count() == positions.count(), where, "rows of x",
-            "as many as positions, " + std::to_string(positions.count()), x.count(), here);
-    require(x.width() % head_dim == 0, where, "width of x", "a multiple of head_dim, " + std::to_string(head_dim),
-            x.width(), here);
+    require_sizes(where, {"x", x}, here);
+    require_sizes(where, {"y", y}, here);
+    require(x.count() == positions.count(), where, "rows of x", in_words("as many as positions, ", positions.count()),
+            x.count(), here);
+    require(x.width() % head_dim == 0, where, "width of x", in_words("a multiple of head_dim, ", head_dim), x.width(),
+            here);
     require(y.count() == x.count() && y.width() == x.width(), where, "rows and width of y",
-            std::to_string(x.count()) + ", " + std::to_string(x.width()),
-            std::to_string(y.count()) + ", " + std::to_string(y.width()), here);
+            in_words(x.count(), ", ", x.width()), in_words(y.count(), ", ", y.width()), here);
     require_apart(where, {{"y", y}}, {{"x", x}}, here, in_place::yes);
     require_apart(where, {{"y", y}}, {positions.list()}, here);
     for (auto const& other : before) {
@@ -203,8 +202,8 @@ template <gpu_number T>
 kernels::rotary_call check_rotated(char const* where, std::span<rotated<T> const> tensors, index_t head_dim,
                                    rotary_pairs const& pairs, rotary_positions const& positions, caller here) {
     index_t const half = pairs.size(), element = static_cast<index_t>(sizeof(T)), most = kernels::most_rotated;
-    require(!tensors.empty() && std::ssize(tensors) <= most, where, "tensors", "1 to " + std::to_string(most),
-            tensors.size(), here);
+    require(!tensors.empty() && std::ssize(tensors) <= most, where, "tensors", in_words("1 to ", most), tensors.size(),
+            here);
     require(head_dim > 0 && head_dim <= (1 << 20), where, "head_dim", "1 to 2^20", head_dim, here);
     require(2 * half <= head_dim, where, "pairs", "at most head_dim / 2", half, here);
     require(positions.axes() == 1 || (positions.axes() == 3 && (pairs.multimodal() || half == 0)), where,
@@ -222,10 +221,7 @@ kernels::rotary_call check_rotated(char const* where, std::span<rotated<T> const
         to = {reinterpret_cast<char const*>(x.data()), reinterpret_cast<char*>(y.data()), x.stride() * element,
               y.stride() * element, to.first_head};
     }
-    for (auto const& [x, y] : tensors) {
-        require_memory(where, "x", x, here);
-        require_memory(where, "y", y, here);
-    }
+    for (auto const& [x, y] : tensors) require_memory(where, {{"x", x}, {"y", y}}, here);
     if (heads > 0 && positions.count() > 0 && half > 0) {
         require_memory(where, "pairs", pairs.turns(), here);
         require_memory(where, "positions", positions.memory(), here);
@@ -258,9 +254,6 @@ void rotary(char const* where, std::span<rotated<T> const> tensors, index_t head
     kernels::with_bytes<sizeof(T)>(vector_bytes({bytes}), [&](auto size) {
         constexpr int at_once = size / static_cast<int>(sizeof(T)), threads = kernels::rotary_threads;
         auto const shares = [](index_t count, index_t of) { return (count + of - 1) / of; };
-        auto const dims = [](index_t x, index_t y, index_t z) {
-            return dim3(static_cast<unsigned>(x), static_cast<unsigned>(y), static_cast<unsigned>(z));
-        };
         auto const launch = [&](auto* kernel, dim3 grid, dim3 block) {
             launch_early(kernel, grid, block, 0, stream, where, here, call);
         };

@@ -22,8 +22,7 @@ enum class other_rows { stay, zeros };
 
 namespace detail {
 
-/// Blocks and threads for `count` rows of `vectors` vectors: a thread takes `each` of them, fewer where a row would not
-/// fill a warp.
+/// Blocks and threads for `count` rows of `vectors` vectors, `each` a thread, fewer where a row would not fill a warp.
 struct row_shape {
     dim3 grid, block;
     row_shape(index_t count, index_t vectors, index_t each) {
@@ -41,17 +40,14 @@ struct row_shape {
 template <class T, class I, class L>
 void require_listed(char const* where, rows<T const> from, std::span<I const> list, rows<T> to, rows<L> listed,
                     char const* of, caller here, std::span<I const> order = {}) {
-    require_sizes(where, "from", from, here);
-    require_sizes(where, "to", to, here);
+    require_sizes(where, {"from", from}, here);
+    require_sizes(where, {"to", to}, here);
     require(from.width() == to.width(), where, "width of to", from.width(), to.width(), here);
-    require(std::ssize(list) == listed.count(), where, "numbers in the list",
-            std::string(of) + ", " + std::to_string(listed.count()), list.size(), here);
+    require(std::ssize(list) == listed.count(), where, "numbers in the list", in_words(of, ", ", listed.count()),
+            list.size(), here);
     require(order.empty() || order.size() == list.size(), where, "numbers in the order", list.size(), order.size(),
             here);
-    require_memory(where, "from", from, here);
-    require_memory(where, "to", to, here);
-    require_memory(where, "list", list, here);
-    require_memory(where, "order", order, here);
+    require_memory(where, {{"from", from}, {"to", to}, {"list", list}, {"order", order}}, here);
     require_apart(where, {{"to", to}}, {{"from", from}, {"list", list}, {"order", order}}, here);
 }
 
@@ -76,10 +72,9 @@ void move_rows(rows<T const> from, I const* list, index_t count, rows<T> to, cud
 /// Copies row list[i] of `from` to row i of `to`; a negative number gives a row of zeros.
 ///
 /// from: (any, width), to: (list.size(), width), any element and alignment; list: on the device. They do not overlap.
-/// 16 bytes at once where both buffers' beginnings and strides are multiples of 16, else the largest power of two.
-/// A number that is not below from.count() ends the kernel with an error, which the next call that waits reports.
-/// Throws `cpx::error` if the shapes do not fit or memory is not the current device's, before anything is launched. Can
-/// be captured.
+/// 16 bytes at once where both buffers' beginnings and strides are multiples of 16, else the largest power of two. A
+/// number that is not below from.count() ends the kernel with an error, which the next call that waits reports. Throws
+/// `cpx::error` before it launches if shapes do not fit or memory is not this device's. Can be captured.
 template <class T, row_number I>
     requires std::is_trivially_copyable_v<T>
 void gather_rows(std::type_identity_t<rows<T const>> from, std::span<I const> list, rows<T> to, cudaStream_t stream,
@@ -119,14 +114,12 @@ void scatter_rows(memory const& in, std::type_identity_t<rows<T const>> from, st
     scatter_rows<T, index_t>(from, list, to, other_rows::stay, in.stream(), here);
 }
 
-/// Adds rows of `from` to rows of `to`: row order[i], or row i without an order, to row list[i]; a negative number: to
-/// none.
+/// Adds row order[i] of `from`, or row i without an order, to row list[i] of `to`; a negative number: to none.
 ///
-/// Equal numbers of `list` must stand next to each other, as in a list that is sorted or has no number twice:
-/// `grouped` makes such a list of any other, with its order. Then the bits are always the same: a row of `to` is
-/// read once, the rows are added to it in float, i ascending, and the sum is rounded once. Shapes, alignment and errors
-/// as in `scatter_rows`. Cost: reads the rows of `from` once and writes the rows that change; one row's additions are
-/// one after the other.
+/// Equal numbers of `list` must stand next to each other, as in a list that is sorted or has no number twice: `grouped`
+/// makes such a list of any other, with its order. Then the bits are always the same: a row of `to` is read once, the
+/// rows are added to it in float, i ascending, and the sum is rounded once. Shapes, alignment and errors as in
+/// `scatter_rows`. Cost: reads `from` once, writes the rows that change; a row's additions are one after the other.
 template <gpu_number T, row_number I>
 void scatter_add_rows(std::type_identity_t<rows<T const>> from, std::span<I const> list, std::span<I const> order,
                       rows<T> to, cudaStream_t stream, caller here = caller::here()) {

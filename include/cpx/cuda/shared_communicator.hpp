@@ -42,8 +42,7 @@ public:
     using prepared_plans<T, Plan>::prepared_plans;
 };
 
-/// Relayouts by one kernel between ranks that reach each other's memory. Elsewhere, and where rows are added, they are
-/// sent and received.
+/// Relayouts by one kernel where ranks reach each other's memory; elsewhere, and where rows are added, by messages.
 ///
 /// By the kernel alone, a call that is captured moves, when it is replayed, rows of the batch that was set last before
 /// the replay; its tensors have room for every batch that fits. Else the batch is captured, too.
@@ -119,8 +118,7 @@ private:
         std::span<index_t const> const batch(offsets_.data(), static_cast<std::size_t>(offsets_.size()));
         move.check_call(from, peers, place.first, batch, here);
         if (sent_ && !shared.one_kernel()) {
-            // Before the kernel, not beside it: its blocks wait for those of other ranks, so all must find room at
-            // once.
+            // Before the kernel, not beside it: its blocks wait for those of other ranks, so all must find room.
             send();
             shared.sent(comm_.stream(), here);
         }

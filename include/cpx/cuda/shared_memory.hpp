@@ -23,9 +23,8 @@ namespace cpx::cuda {
 class shared_memory final : public memory_resource {
 public:
     /// `most`: ranks of a group, 1 to send and receive between all. `blocks`: of a kernel, one a multiprocessor at
-    /// most, the same on every rank; 0: up to 128. Fewer leave room for other kernels beside it. `own`: groups have
-    /// communicators of their own, so that `comm`, an adopted one, stays as it is. Collective. Throws `cpx::error` as
-    /// `window` does.
+    /// most, the same on every rank; 0: up to 128. Fewer leave room for other kernels. `own`: groups have communicators
+    /// of their own, so that `comm`, an adopted one, stays as it is. Collective. Throws `cpx::error` as `window` does.
     shared_memory(nccl& comm, index_t bytes, int most = kernels::most_ranks, int blocks = 0, bool own = false,
                   caller here = caller::here())
         : comm_(comm) {
@@ -55,7 +54,7 @@ public:
             first = end;
         }
         require(size <= this->bytes() - first, "cuda::shared_memory", "bytes of a tensor",
-                "at most the free ones, of " + std::to_string(this->bytes()), bytes);
+                cpx::detail::in_words("at most the free ones, of ", this->bytes()), bytes);
         blocks_[first] = first + size;
         return data() + first;
     }
@@ -90,8 +89,7 @@ public:
     char* data() const { return window_ ? window_->data() : plain_.data(); }
     index_t bytes() const { return window_ ? window_->bytes() : plain_.size(); }
 
-    /// Returns the group's memory as the one-kernel relayout wants it. Throws if an earlier kernel found ranks at
-    /// fault.
+    /// Returns the group's memory for the one-kernel relayout. Throws if an earlier kernel found ranks at fault.
     peer_memory peers(caller here = caller::here()) const {
         require(window_ != nullptr, "cuda::shared_memory", "ranks whose memory this one reaches", "some", "none", here);
         peer_memory m;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cpx/cuda/relayout.hpp>
+#include <cpx/transport/host_page.hpp>
 #include <cpx/transport/nccl.hpp>
 
 #if !__has_include(<nccl_device.h>)
@@ -14,6 +15,8 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <memory>
+#include <vector>
 
 namespace cpx::cuda {
 
@@ -32,9 +35,8 @@ __global__ void window_pointers(ncclWindow_t window, int ranks, void** pointers)
 /// Never uses multicast. Made and freed by all ranks in the same order.
 class window {
 public:
-    /// Returns whether all ranks of the communicator reach each other's memory and the NCCL that is loaded has the
-    /// version (patches aside) of the headers that this was compiled with, because kernels read its windows.
-    /// Collective; the same on every rank.
+    /// Returns whether all ranks reach each other's memory and the loaded NCCL has the version (patches aside) of the
+    /// headers that this was compiled with, because kernels read its windows. Collective; the same on every rank.
     static bool supported(nccl& comm, caller here = caller::here()) {
         comm.begin_call(here);
         int loaded = 0;
@@ -78,7 +80,7 @@ public:
         int const most = mine.multiProcessorCount / static_cast<int>(sharers);
         if (wanted == 0) return std::min(128, most);
         require(wanted >= 1 && wanted <= most, "cuda::window", "blocks",
-                "1 to the multiprocessors, " + std::to_string(most), wanted, here);
+                cpx::detail::in_words("1 to the multiprocessors, ", most), wanted, here);
         return wanted;
     }
 
@@ -100,30 +102,27 @@ public:
             [&] { return ncclCommWindowRegister(comm.get(), memory_, total, &window_, NCCL_WIN_COLL_SYMMETRIC); },
             here);
 
-        // The memory of the epochs holds the pointers first, so that there is one allocation to free.
-        std::size_t const epochs = static_cast<std::size_t>(blocks + 1) * 4;
-        done(cudaMalloc(reinterpret_cast<void**>(&own_.meeting.epochs), std::max(sizeof own_.base, epochs)),
-             "cudaMalloc", here);
-        auto* const pointers = reinterpret_cast<void**>(own_.meeting.epochs);
-        detail::window_pointers<><<<1, 1>>>(window_, comm.ranks(), pointers);
-        done(cudaGetLastError(), "window_pointers", here);
-        done(cudaMemcpy(own_.base, pointers, sizeof(void*) * static_cast<std::size_t>(comm.ranks()),
-                        cudaMemcpyDeviceToHost),
-             "window_pointers", here);
+        {
+            buffer<void*> const pointers(comm.ranks(), here); // freed before another rank can wait for this device
+            detail::window_pointers<><<<1, 1>>>(window_, comm.ranks(), pointers.data());
+            done(cudaGetLastError(), "window_pointers", here);
+            done(cudaMemcpy(own_.base, pointers.data(), sizeof(void*) * static_cast<std::size_t>(comm.ranks()),
+                            cudaMemcpyDeviceToHost),
+                 "window_pointers", here);
+        }
         for (int r = 0; r < comm.ranks(); ++r) {
             // this rank's own memory by the address that it has without NCCL, which survives an abort
             char* const memory = r == comm.rank() ? data() : own_.base[r];
             own_.meeting.flags[r] = reinterpret_cast<std::uint64_t*>(memory + own_.bytes);
         }
-        done(cudaMemset(own_.meeting.epochs, 0, epochs), "cudaMemset", here);
-        done(cudaHostAlloc(reinterpret_cast<void**>(&page_), sizeof(host_page), cudaHostAllocPortable), "cudaHostAlloc",
-             here);
-        *page_ = {};
+        epochs_ = buffer<std::uint32_t>(std::vector<std::uint32_t>(static_cast<std::size_t>(blocks) + 1), here);
+        page_ = cpx::detail::host_page<host_page>();
+        require(page_ != nullptr, "nccl", "cudaHostAlloc", "success", "a failure", here);
+        own_.meeting.epochs = epochs_.data();
         own_.meeting.found = &page_->found;
         own_.meeting.rank = comm.rank();
         own_.meeting.ranks = comm.ranks();
         own_.meeting.patience = static_cast<std::uint64_t>(comm.deadline().count()) * 1'000'000;
-        done(cudaStreamCreateWithFlags(&stopper_, cudaStreamNonBlocking), "cudaStreamCreate", here);
         comm.synchronize_device(here); // now what was set to 0 is 0
         comm.before_abort(this, [this] { stop(); });
         char const ready = 1;
@@ -142,10 +141,7 @@ public:
             static_cast<void>(cudaDeviceSynchronize());
         }
         comm_.forget(this);
-        if (stopper_) static_cast<void>(cudaStreamDestroy(stopper_));
         if (memory_) static_cast<void>(ncclMemFree(memory_));
-        static_cast<void>(cudaFree(own_.meeting.epochs));
-        static_cast<void>(cudaFreeHost(page_));
     }
 
     /// Returns this rank's memory.
@@ -153,8 +149,7 @@ public:
     index_t bytes() const { return own_.bytes; }
     nccl& comm() const { return comm_; }
 
-    /// Returns the memory of all ranks as this device reaches it. Throws `cpx::error` if an earlier kernel has missed
-    /// ranks, which it names.
+    /// Returns all ranks' memory as this device reaches it. Throws `cpx::error` that names ranks that a kernel missed.
     peer_memory const& peers(caller here = caller::here()) const {
         if (missed()) check_faults(here);
         return own_;
@@ -182,7 +177,7 @@ private:
 
     /// Ends the kernels that wait for others, and those that are yet to begin, as if they had waited long enough.
     void stop() const {
-        if (!stopper_) return;
+        if (!page_) return;
         int before = comm_.device();
         static_cast<void>(cudaGetDevice(&before));
         static_cast<void>(cudaSetDevice(comm_.device()));
@@ -232,8 +227,9 @@ private:
     nccl& comm_;
     void* memory_ = nullptr;
     ncclWindow_t window_ = nullptr;
-    cudaStream_t stopper_ = nullptr; ///< of its own: the others may be waiting for what is to be stopped
-    host_page* page_ = nullptr;
+    stream stopper_; ///< of its own: the others may be waiting for what is to be stopped
+    buffer<std::uint32_t> epochs_;
+    std::shared_ptr<host_page> page_;
     peer_memory own_{}; ///< its base[0] is rank 0's
 };
 

@@ -2,7 +2,8 @@
 // Small tables that go to a device in stream order, while the host goes on.
 #pragma once
 
-#include <cpx/cuda/runtime.hpp>
+#include <cpx/cuda/launch.hpp>
+#include <cpx/cuda/memory.hpp>
 #include <cpx/plan/lane_rectangles.hpp>
 
 #include <cpx/lane_rectangles.cuh>
@@ -35,34 +36,6 @@ template <class F>
 void with_room(std::size_t count, F&& f) {
     with_least<256, 640, 1600, 4000>(static_cast<index_t>(count), f);
 }
-
-} // namespace detail
-
-/// Loads what `write_numbers` and `list_lanes` launch: if first launches did, those might wait for the device.
-inline void load_write_numbers(caller here = caller::here()) {
-    cudaFuncAttributes loaded{};
-    for (std::size_t const count : {std::size_t{256}, std::size_t{640}, std::size_t{1600}, std::size_t{4000}})
-        detail::with_room(count, [&](auto most) {
-            check(cudaFuncGetAttributes(&loaded, kernels::write_numbers<most>), "cudaFuncGetAttributes", here);
-            check(cudaFuncGetAttributes(&loaded, kernels::list_lanes<most>), "cudaFuncGetAttributes", here);
-        });
-}
-
-/// Writes numbers that the host has, in stream order: with launches, each of which brings 32 KB, so that nobody waits
-/// and it can be captured.
-inline void write_numbers(std::span<index_t const> numbers, index_t* to, cudaStream_t stream,
-                          caller here = caller::here()) {
-    detail::with_room(numbers.size(), [&](auto most) {
-        using items = kernels::launch_list<std::int64_t, most>;
-        detail::in_launches<items>(numbers, [&](items const& part, unsigned count) {
-            kernels::write_numbers<most><<<1, 256, 0, stream>>>(part, to, static_cast<int>(count));
-            check(cudaGetLastError(), "write_numbers", here);
-            to += count;
-        });
-    });
-}
-
-namespace detail {
 
 /// Tables of batches, which a kernel makes: all of one batch by one launch, where they are asked for together.
 class batch_tables {
@@ -100,8 +73,7 @@ public:
         with_room(numbers.size(), [&](auto room) {
             using items = kernels::launch_list<std::int64_t, room>;
             in_launches<items>(std::span<index_t const>(numbers), [&](items const& part, unsigned) {
-                kernels::list_lanes<room><<<static_cast<unsigned>(list.jobs / 8 + 1), 256, 0, stream_>>>(part);
-                check(cudaGetLastError(), "list_lanes", here);
+                launch(kernels::list_lanes<room>, dims(list.jobs / 8 + 1), 256, 0, stream_, "list_lanes", here, part);
             });
         });
     }
@@ -130,5 +102,36 @@ private:
 };
 
 } // namespace detail
+
+/// Loads what `write_numbers` and `list_lanes` launch: if first launches did, those might wait for the device.
+inline void load_write_numbers(caller here = caller::here()) {
+    cudaFuncAttributes loaded{};
+    for (std::size_t const count : {std::size_t{256}, std::size_t{640}, std::size_t{1600}, std::size_t{4000}})
+        detail::with_room(count, [&](auto most) {
+            check(cudaFuncGetAttributes(&loaded, kernels::write_numbers<most>), "cudaFuncGetAttributes", here);
+            check(cudaFuncGetAttributes(&loaded, kernels::list_lanes<most>), "cudaFuncGetAttributes", here);
+        });
+}
+
+/// Writes numbers of the host in stream order, with launches of up to 32 KB: nobody waits, and it can be captured.
+inline void write_numbers(std::span<index_t const> numbers, index_t* to, cudaStream_t stream,
+                          caller here = caller::here()) {
+    detail::with_room(numbers.size(), [&](auto most) {
+        using items = kernels::launch_list<std::int64_t, most>;
+        detail::in_launches<items>(numbers, [&](items const& part, unsigned count) {
+            launch(kernels::write_numbers<most>, 1, 256, 0, stream, "write_numbers", here, part, to,
+                   static_cast<int>(count));
+            to += count;
+        });
+    });
+}
+
+/// Returns such numbers in memory of their own.
+inline block<index_t> numbers_on_device(memory const& in, std::span<index_t const> numbers,
+                                        caller here = caller::here()) {
+    auto made = in.room<index_t>(std::ssize(numbers));
+    write_numbers(numbers, made.data(), in.stream(), here);
+    return made;
+}
 
 } // namespace cpx::cuda

@@ -67,8 +67,7 @@ void compare_settings(char const* where, char const* whose, settings const& of, 
 
 /// Throws unless all ranks have one identity. What it sums up, `batch` and the shardings' settings, they have at hand.
 ///
-/// Collective: `gather(mine, all, bytes)` brings records of all ranks in rank order, so that all of them see the same
-/// and go on in the same way.
+/// Collective: `gather(mine, all, bytes)` brings all ranks' records in rank order, so that all see, and do, the same.
 template <class Gather>
 void compare(char const* where, identity const& mine, thd const& batch, int ranks, Gather&& gather, caller here,
              settings const& source = {}, settings const& target = {}) {

@@ -16,6 +16,7 @@
 #include <span>
 #include <string>
 #include <unordered_set>
+#include <utility>
 #include <vector>
 
 namespace cpx {
@@ -43,8 +44,7 @@ namespace cpx {
 ///
 /// These are courtesies: to name the rank at fault in the error, at once, and to check the id. The ranks of one call
 /// have the same id, or all compare their plans (see `identity::agreement`). A transport that sends the id along and
-/// gives it to `require_same_exchange` finds ranks that are in different exchanges; another one hands rows of one
-/// exchange to ranks that are in another.
+/// gives it to `require_same_exchange` finds ranks in different exchanges; another one mixes their rows.
 ///
 /// `testing::check_transport` tests all of this.
 template <class T>
@@ -79,6 +79,17 @@ concept device_transport =
 template <class T>
 concept any_transport = transport<T> || device_transport<T>;
 
+/// Returns the memory that the ranks of a transport have.
+template <any_transport Comm>
+auto rank_memory(Comm const& comm) {
+    if constexpr (device_transport<Comm>)
+        return typename Comm::memory_type(comm.memory());
+    else
+        return host_memory();
+}
+template <any_transport Comm>
+using rank_memory_of = decltype(rank_memory(std::declval<Comm const&>()));
+
 namespace detail {
 
 /// What a class on a transport deduces where none fits; its constructor says so.
@@ -88,29 +99,6 @@ struct no_transport {
     std::unordered_set<std::uint64_t>& agreed();
     void transfer(identity const&, std::span<outgoing const>, std::span<incoming const>);
 };
-
-template <class Comm>
-struct rank_memory {
-    using type = host_memory;
-    static host_memory of(Comm const&) { return {}; }
-};
-template <device_transport Comm>
-struct rank_memory<Comm> {
-    using type = typename Comm::memory_type;
-    static type of(Comm const& comm) { return comm.memory(); }
-};
-
-} // namespace detail
-
-/// The memory that the ranks of a transport have.
-template <any_transport Comm>
-using rank_memory_of = typename detail::rank_memory<Comm>::type;
-template <any_transport Comm>
-rank_memory_of<Comm> rank_memory(Comm const& comm) {
-    return detail::rank_memory<Comm>::of(comm);
-}
-
-namespace detail {
 
 /// Returns this rank. Throws `cpx::error` if the sharding is not of as many ranks as the transport.
 template <any_sharding S, any_transport Comm>
@@ -128,8 +116,7 @@ tensor<T, S, rank_memory_of<Comm>> make_tensor(S const& sharding, Comm const& co
     return {sharding, detail::rank_in("make_tensor", sharding, comm, here), width, rank_memory(comm), here};
 }
 
-/// Returns rows of zeros that are no batch's, such as a weight, in the memory of this rank of a transport:
-/// `make_rows<float>(comm, channels, taps)`.
+/// Returns rows of zeros for this rank that are no batch's, such as a weight: `make_rows<float>(comm, channels, taps)`.
 template <class T, any_transport Comm>
 row_buffer<T, rank_memory_of<Comm>> make_rows(Comm const& comm, index_t count, index_t width,
                                               caller here = caller::here()) {
@@ -140,19 +127,6 @@ detail::refused make_rows(X const& = {}, detail::any = {}, detail::any = {}, det
     static_assert(detail::never<X>,
                   "cpx: make_rows<T>(comm, count, width) wants a cpx::transport and how many rows of which width");
     return {};
-}
-
-/// Throws `cpx::error`, which names both ranks and the first field in which their plans differ, unless the exchange
-/// `mine`, which `rank` is in, is that of a message from `peer`. `where` is the transport's name. Of batches it names
-/// the first offset, or valid length, if this process has exchanged rows of both.
-inline void require_same_exchange(char const* where, identity const& mine, int rank, identity const& theirs, int peer) {
-    if (mine.same_exchange(theirs)) return;
-    detail::difference const first(mine, theirs);
-    auto const place = [&](identity const& id, char const* on, int r) {
-        return first.value(id) + on + std::to_string(r) + " (" + id.text() + ")";
-    };
-    throw error(where, "ranks are in different exchanges: " + first.name(), place(mine, " as on rank ", rank),
-                place(theirs, " on rank ", peer));
 }
 
 namespace detail {
@@ -248,5 +222,18 @@ inline error late(char const* where, int rank, identity const& id, waits const& 
 }
 
 } // namespace detail
+
+/// Throws `cpx::error`, which names both ranks and the first field in which their plans differ, unless the exchange
+/// `mine`, which `rank` is in, is that of a message from `peer`. `where` is the transport's name. Of batches it names
+/// the first offset, or valid length, if this process has exchanged rows of both.
+inline void require_same_exchange(char const* where, identity const& mine, int rank, identity const& theirs, int peer) {
+    if (mine.same_exchange(theirs)) return;
+    detail::difference const first(mine, theirs);
+    auto const place = [&](identity const& id, char const* on, int r) {
+        return first.value(id) + on + std::to_string(r) + " (" + id.text() + ")";
+    };
+    throw error(where, "ranks are in different exchanges: " + first.name(), place(mine, " as on rank ", rank),
+                place(theirs, " on rank ", peer));
+}
 
 } // namespace cpx

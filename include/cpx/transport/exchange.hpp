@@ -39,13 +39,12 @@ void check_buffer(char const* by, char const* which, rows<T> const& buffer, end_
     std::string const where = std::string(by) + ", " + which; // made where it is needed: this runs at every call
     require(buffer.count() == end.rows, where.c_str(), "rows of the buffer", end.rows, buffer.count(), here);
     require(fits, where.c_str(), "width of the buffer", end.width, buffer.width(), here);
-    require(apart, where.c_str(), "stride of the buffer", "at least its width " + std::to_string(buffer.width()),
+    require(apart, where.c_str(), "stride of the buffer", in_words("at least its width ", buffer.width()),
             buffer.stride(), here);
     throw error(where.c_str(), "buffer", "memory", "null", here);
 }
 
-/// Throws `cpx::error` unless the buffers of an exchange are what it wants and do not overlap: of the host, and of
-/// devices, which ask more of them.
+/// Throws `cpx::error` unless the buffers of an exchange, on host or device, are what it wants and do not overlap.
 template <class A, class B>
 void check_buffers(char const* by, rows<A> const& from, end_shape const& source, rows<B> const& to,
                    end_shape const& target, caller here) {

@@ -13,8 +13,7 @@ namespace cpx {
 
 namespace detail {
 
-/// Moves messages; an error of the transport is thrown with the line of the caller, which is the rank's place in its
-/// program, and not with the transport's own.
+/// Moves messages; an error of the transport is thrown with the line of the caller, the rank's place in its program.
 template <transport Comm>
 void transfer(Comm& comm, identity const& id, std::span<outgoing const> sends, std::span<incoming const> receives,
               caller here) {
@@ -77,8 +76,7 @@ inline void check_gather(void const* mine, void* all, std::size_t bytes, int ran
 /// Gathers `bytes` of every rank into `all`, in rank order. Collective; equally many on all ranks. `mine` lies apart
 /// from `all`, or in its own place there.
 ///
-/// Cost: a message between each two ranks. Throws `cpx::error` on memory that does not fit, and what the transport
-/// throws.
+/// Cost: a message between each two ranks. Throws `cpx::error` on unfit memory, and what the transport throws.
 template <transport Comm>
 void gather(Comm& comm, void const* mine, void* all, std::size_t bytes, caller here = caller::here()) {
     detail::check_gather(mine, all, bytes, comm.rank(), comm.ranks(), here);

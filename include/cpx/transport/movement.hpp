@@ -65,8 +65,7 @@ inline constexpr bool is_relayout = requires(Plan const& p) { p.to; };
 
 } // namespace detail
 
-/// Moves rows of elements T by plans of one kind, whichever batch they are of: a `relayout_plan`, a `halo_plan` or a
-/// `carry_plan`.
+/// Moves rows of T by `relayout_plan`s, `halo_plan`s or `carry_plan`s, whichever batch they are of.
 ///
 /// Made once, by all ranks: on devices it connects them and reserves memory for `most`. The plan of another batch is
 /// made by `set`, or by a call with tensors of that batch: on the host, without device memory, and without a wait for
@@ -100,7 +99,7 @@ public:
         if constexpr (fits) {
             if (shardings == now_) return;
             require_alike(shardings, now_, std::make_index_sequence<std::tuple_size_v<typename kind::batch>>(), here);
-            require_room(shardings, here);
+            require_room(shardings, most_, here);
             std::optional<Plan> made;
             auto const plan_of = [&]() -> Plan const& {
                 if (!made) made.emplace(kind::next(plan_, shardings, here));
@@ -143,8 +142,7 @@ public:
         move<true, decltype(plan_.to), decltype(plan_.from)>(from, std::forward<Y>(to), here);
     }
 
-    /// Returns how many rows exchange `k` of the last batch takes of this rank, and how many it brings. Lists no plan
-    /// where none is wanted.
+    /// Returns how many rows exchange `k` of the last batch takes, and brings. Lists no plan where none is wanted.
     std::pair<index_t, index_t> rows_of(index_t k = 0, caller here = caller::here())
         requires(!detail::is_relayout<Plan>)
     {
@@ -171,9 +169,8 @@ public:
     }
     /// Runs exchange `k` of a carry, from the segments before or after. Collective.
     void operator()(index_t k, side from, rows<T const> given, rows<T> got, caller here = caller::here()) {
-        require(
-            k >= 0 && (!listed_ || k < plan_.steps), "movement", "exchange", // else what is prepared knows how many
-            [&] { return "less than " + std::to_string(plan_.steps); }, k, here);
+        require(k >= 0 && (!listed_ || k < plan_.steps), "movement", "exchange", // else what is prepared knows how many
+                detail::in_words("less than ", plan_.steps), k, here);
         run(from == side::after, k, given, got, here);
     }
 
@@ -242,23 +239,16 @@ private:
         require_room(now_, most, here);
         return most;
     }
-    void require_room(typename kind::batch const& shardings, caller here) const {
-        require_room(shardings, most_, here);
-    }
     void require_room(typename kind::batch const& shardings, capacity const& most, caller here) const {
         index_t const sequences = std::get<0>(shardings).batch().sequences();
         auto const largest = [&](auto const& rows) {
             return std::apply([&](auto const&... s) { return std::max({index_t{0}, rows(s)...}); }, shardings);
         };
         index_t const rows = largest([&](auto const& s) { return detail::about_rows(s, plan_.rank, most.rows); });
-        require(
-            rows <= most.rows && sequences <= most.sequences, "movement", "rows and sequences of the batch",
-            [&] { return "at most " + std::to_string(most.rows) + ", " + std::to_string(most.sequences); },
-            [&] {
-                return std::to_string(largest([&](auto const& s) { return s.rows(plan_.rank); })) + ", " +
-                       std::to_string(sequences);
-            },
-            here);
+        auto const exactly = [&] { return std::to_string(largest([&](auto const& s) { return s.rows(plan_.rank); })); };
+        require(rows <= most.rows && sequences <= most.sequences, "movement", "rows and sequences of the batch",
+                detail::in_words("at most ", most.rows, ", ", most.sequences),
+                detail::in_words(exactly, ", ", sequences), here);
     }
     /// Throws unless shardings have the ranks and sections of others.
     template <std::size_t... I>

@@ -43,8 +43,7 @@ private:
                                  detail::takes<void(std::chrono::milliseconds, MPI_Comm), X...>;
 
 public:
-    /// Calls `program(comm)` on the ranks of `group`, and leaves. If it throws, the other ranks are told why.
-    /// Collective.
+    /// Calls `program(comm)` on the ranks of `group`, and leaves. If it throws, the others are told why. Collective.
     template <
         class F> // no concept: of a mistake within the program, clang++ would tell at length how it satisfies that
     static auto run(F&& program, std::chrono::milliseconds deadline = default_deadline, MPI_Comm group = MPI_COMM_WORLD,
@@ -131,8 +130,7 @@ public:
         }
     }
 
-    /// Tells the other ranks that this one does not go on: their next or present exchange throws an error that names it
-    /// and says why. Breaks the transport.
+    /// Breaks the transport: the next or present exchange of the other ranks throws that this one has failed, and why.
     void fail(std::string const& why) {
         if (!broken_.empty()) return;
         detail::mpi_failed = true;
@@ -214,10 +212,6 @@ private:
             detail::mpi_check(MPI_Comm_idup(group, &comm_, &request), "MPI_Comm_idup", here);
         detail::mpi_wait_for_all(where, request, deadline_, here);
         if (color) detail::mpi_check(MPI_Comm_split(group, *color, 0, &comm_), "MPI_Comm_split", here);
-        prepare(here);
-    }
-
-    void prepare(caller here) {
         detail::mpi_check(MPI_Comm_set_errhandler(comm_, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler", here);
         detail::mpi_check(MPI_Comm_rank(comm_, &rank_), "MPI_Comm_rank", here);
         detail::mpi_check(MPI_Comm_size(comm_, &ranks_), "MPI_Comm_size", here);
@@ -312,8 +306,7 @@ private:
         return true;
     }
 
-    /// Returns whether all of a message has come; of any length, because a wrong one must be received for its sender to
-    /// be named.
+    /// Returns whether all of a message has come; of any length, for a wrong one must be received to name its sender.
     bool has_arrived(shipment& t) {
         if (!t.data) {
             int come = 0;

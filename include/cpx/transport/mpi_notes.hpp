@@ -58,8 +58,7 @@ public:
     /// Returns that, or null.
     identity const* ran() const { return ran_ ? &*ran_ : nullptr; }
 
-    /// Asks a rank that has left which exchange was its last, for this one waits for it in `id`; it has answered when
-    /// `read` throws.
+    /// Asks a rank that has left which exchange was its last, as this one waits for it in `id`; `read` throws then.
     void ask_last(int peer, identity const& id) {
         write(peer, "return " + std::string(reinterpret_cast<char const*>(&id), sizeof id));
     }

@@ -3,9 +3,9 @@
 #pragma once
 
 #include <cpx/transport/gather.hpp>
+#include <cpx/transport/host_page.hpp>
 #include <cpx/transport/nccl_environment.hpp>
-#include <cpx/transport/nccl_found.hpp>
-#include <cpx/transport/nccl_join.hpp>
+#include <cpx/transport/nccl_watchdog.hpp>
 #include <cpx/transport/roll_call.hpp>
 
 #include <nccl.h>
@@ -33,8 +33,7 @@ namespace cpx {
 /// every later call throws at once. A peer that dies or never comes is an error on the others once a call, or a wait,
 /// has lasted for the deadline; it names the ranks of this host that are missing.
 ///
-/// Calls of NCCL block in this thread, because symmetric windows want that; another thread watches the deadline and
-/// aborts.
+/// Calls of NCCL block in this thread, as symmetric windows want; another one watches the deadline and aborts.
 class nccl {
 public:
     using clock = std::chrono::steady_clock;
@@ -144,8 +143,7 @@ public:
         return id;
     }
 
-    /// Throws `cpx::error` unless `result` is success. For calls that wait for no other rank; `call` makes those that
-    /// may.
+    /// Throws `cpx::error` unless `result` is success. For calls that wait for no rank; `call` makes those that may.
     static void check(ncclResult_t result, char const* name, caller here = caller::here()) {
         require(result == ncclSuccess, "nccl", name, "success", ncclGetErrorString(result), here);
     }
@@ -202,9 +200,9 @@ public:
     /// Returns a number for every rank, for kernels to write: not 0 if it moves rows by another plan, as the next wait
     /// reports.
     std::uint32_t* others(caller here = caller::here()) {
-        auto* const numbers = others_.numbers(ranks_);
-        require(numbers != nullptr, "nccl", "cudaHostAlloc", "success", "a failure", here);
-        return numbers;
+        if (!others_) others_ = detail::host_page<std::uint32_t>(ranks_);
+        require(others_ != nullptr, "nccl", "cudaHostAlloc", "success", "a failure", here);
+        return others_.get();
     }
 
     /// Runs `f()`, a call of NCCL's that may wait for other ranks, and returns its result. Throws `cpx::error` if the
@@ -238,7 +236,8 @@ public:
               std::function<bool()> const& over = {}) {
         wait_until([&] { return over && over() ? cudaSuccess : cudaStreamQuery(stream); }, deadline, here);
         std::string names;
-        for (int const r : others_.take()) names += ' ' + std::to_string(number(r));
+        for (int r = 0; others_ && r < ranks_; ++r) // the device has done what was to find them
+            if (std::exchange(others_.get()[r], 0u)) names += ' ' + std::to_string(number(r));
         if (!names.empty())
             throw error("nccl", "plan by which rows move", "that of this rank",
                         "another on ranks" + names + present_->differences(), here);
@@ -351,7 +350,7 @@ private:
     nccl(int rank, std::vector<int> numbers, std::chrono::milliseconds deadline, std::string const& page, caller here)
         : rank_(rank), ranks_(static_cast<int>(numbers.size())), numbers_(std::move(numbers)),
           deadline_(detail::checked_deadline("nccl", deadline, here)) {
-        require(rank >= 0 && rank < ranks_, "nccl", "rank", "0 to " + std::to_string(ranks_ - 1), rank, here);
+        require(rank >= 0 && rank < ranks_, "nccl", "rank", detail::in_words("0 to ", ranks_ - 1), rank, here);
         require(done(cudaGetDevice(&device_)), "nccl", "cudaGetDevice", "a device", "none", here);
         present_ = std::make_shared<roll_call>(page, rank, numbers_);
     }
@@ -389,7 +388,7 @@ private:
     std::shared_ptr<roll_call> present_;
     std::vector<std::shared_ptr<roll_call>> above_; ///< of the communicators that this one was split from
     std::string broken_;
-    detail::found_ranks others_; ///< that move rows by another plan
+    std::shared_ptr<std::uint32_t> others_; ///< of every rank, see `others`, once asked for
     std::optional<detail::joining_comm> joining_;
     std::unique_ptr<detail::watched_comm> comm_; ///< once it has joined
 };

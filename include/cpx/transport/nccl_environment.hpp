@@ -32,14 +32,13 @@ private:
     bool changes_;
 };
 
-/// Returns the number that an environment variable holds. Throws `cpx::error` unless it is one from `lowest` to
-/// `highest`.
+/// Returns the number of an environment variable. Throws `cpx::error` unless it is one from `lowest` to `highest`.
 inline int variable(char const* name, int lowest, int highest, caller here) {
     char const* const text = std::getenv(name);
     char* end = nullptr;
     long const value = text ? std::strtol(text, &end, 10) : lowest - 1;
     require(text && *text && !*end && value >= lowest && value <= highest, "nccl", name,
-            std::to_string(lowest) + " to " + std::to_string(highest), text ? text : "nothing", here);
+            in_words(lowest, " to ", highest), text ? text : "nothing", here);
     return static_cast<int>(value);
 }
 

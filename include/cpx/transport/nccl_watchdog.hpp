@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// A communicator of NCCL whose calls end: by themselves, or by an abort once their deadline has passed.
+// A communicator of NCCL: it is joined, and its calls end, within a deadline.
 #pragma once
 
+#include <cpx/core/error.hpp>
 #include <cpx/cuda/nvcc.hpp>
 
 #if !__has_include(<nccl.h>)
@@ -13,11 +14,13 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <condition_variable>
 #include <cstddef>
 #include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <string>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -29,8 +32,65 @@ enum class adopted { is_left, is_aborted };
 
 namespace detail {
 
-/// The communicators of one process. NCCL ends one of them only together with all others, so the last that leaves ends
-/// all.
+/// Makes a device the current one and begins to use it, which wants memory; says why it cannot be used.
+inline void use_device(int device, caller here) {
+    cudaError_t const begun = cudaSetDevice(device);
+    if (begun != cudaSuccess) static_cast<void>(cudaGetLastError()); // the next call does not report it again
+    require(begun == cudaSuccess, "nccl", ("device " + std::to_string(device)).c_str(), "one that can be used",
+            cudaGetErrorString(begun), here);
+}
+
+/// A rank that joins. NCCL does not give up joining, so a thread does it that may outlive this object.
+class joining_comm {
+public:
+    joining_comm(ncclUniqueId const& id, int rank, int ranks, int device) : state_(std::make_shared<state>()) {
+        std::thread([state = state_, id, rank, ranks, device] {
+            ncclComm_t comm = nullptr;
+            ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+            config.blocking = 1;
+            ncclResult_t result = ncclUnhandledCudaError;
+            if (cudaSetDevice(device) == cudaSuccess) result = ncclCommInitRankConfig(&comm, ranks, id, rank, &config);
+            std::lock_guard const lock(state->guard);
+            state->result = result;
+            state->comm = comm;
+            state->done = true;
+            if (state->abandoned && result == ncclSuccess) static_cast<void>(ncclCommAbort(comm));
+            state->changed.notify_all();
+        }).detach();
+    }
+    joining_comm(joining_comm const&) = delete;
+    joining_comm& operator=(joining_comm const&) = delete;
+    ~joining_comm() {
+        std::lock_guard const lock(state_->guard); // perhaps nobody has waited for the thread
+        if (state_->comm && !state_->abandoned) static_cast<void>(ncclCommAbort(state_->comm));
+        state_->abandoned = true;
+    }
+
+    /// Returns NCCL's result, or nothing if there is none by the deadline: then the rank has given up.
+    std::optional<ncclResult_t> wait(std::chrono::milliseconds deadline) {
+        std::unique_lock lock(state_->guard);
+        bool const done = state_->changed.wait_for(lock, deadline, [&] { return state_->done; });
+        state_->abandoned = !done;
+        return done ? std::optional(state_->result) : std::nullopt;
+    }
+    /// Returns the communicator, which is the caller's from now on.
+    ncclComm_t take() {
+        std::lock_guard const lock(state_->guard);
+        return std::exchange(state_->comm, nullptr);
+    }
+
+private:
+    struct state {
+        std::mutex guard;
+        std::condition_variable changed;
+        bool done = false, abandoned = false;
+        ncclResult_t result = ncclInProgress;
+        ncclComm_t comm = nullptr;
+    };
+    std::shared_ptr<state> state_;
+};
+
+/// The communicators of one process. NCCL ends them only together, so the last that leaves ends all.
 class ended_together {
 public:
     explicit ended_together(std::size_t ranks) : ranks_(ranks) {}

@@ -16,11 +16,23 @@
 #include <cerrno>
 #include <cstdint>
 #include <cstring>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
 
 namespace cpx {
+
+namespace detail {
+
+/// Returns the name of the page of the ranks that share `id`; `again` tells communicators of one id from each other.
+inline std::string page_name(std::span<char const> id, int again = 0) {
+    std::uint64_t hash = 14695981039346656037ull;
+    for (char const c : id) hash = (hash ^ static_cast<unsigned char>(c)) * 1099511628211ull;
+    return "cpx." + std::to_string(hash) + '.' + std::to_string(again);
+}
+
+} // namespace detail
 
 /// A page that the ranks of one host share, in which each says that it has come and how many calls it has begun.
 ///
@@ -99,14 +111,13 @@ public:
     }
     /// Says that this rank leaves because other ranks failed. Of `give_up` and `fail`, the first call counts.
     void give_up() { settle(fate::gave_up); }
-    /// Says that this rank leaves because it failed. If other ranks have left before, they may be the cause: then it
-    /// gave up.
+    /// Says that this rank leaves because it failed or, if others have left before and may be the cause, gave up.
     void fail() {
         auto const has_left = [&](int r) { return r != rank_ && !earlier(r) && entries_[r].fate.load() != fate::well; };
         settle(list(has_left).empty() ? fate::failed : fate::gave_up);
     }
-    /// Returns " 1 3", the ranks of this host that have failed, have left or are dead. Ranks that gave up are named
-    /// only if there are no such ranks.
+    /// Returns " 1 3", the ranks of this host that have failed, have left or are dead; if there are none, those that
+    /// gave up.
     std::string dead() const {
         std::string const first = list([&](int r) { return at_fault(r); });
         return first.empty() ? list([&](int r) { return !alive(r); }) : first;

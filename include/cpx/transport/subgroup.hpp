@@ -14,8 +14,7 @@ namespace cpx {
 /// that making one moves nothing and waits for nobody: a mesh's groups, or ranks that share experts, on any transport.
 ///
 /// Lives no longer than the transport that it uses. Errors of waits name ranks of the whole group; errors of plans that
-/// differ name ranks of this one, and list its members. Ranks that are in several subgroups call them in one order, as
-/// all exchanges of two ranks are.
+/// differ ranks of this one, whose members they list. Ranks in several subgroups call them in one order.
 template <transport Comm>
 class subgroup {
 public:
@@ -28,9 +27,7 @@ public:
                             "ascending ranks of 0 to " + std::to_string(all.ranks() - 1), std::to_string(members_[i]),
                             here);
         auto const own = std::ranges::find(members_, all.rank());
-        require(
-            own != members_.end(), "subgroup", "members", [&] { return "rank " + std::to_string(all.rank()); },
-            "others", here);
+        require(own != members_.end(), "subgroup", "members", detail::in_words("rank ", all.rank()), "others", here);
         rank_ = static_cast<int>(own - members_.begin());
     }
 
@@ -72,9 +69,8 @@ subgroup(X const& = {}, detail::any = {}, detail::any = {}) -> subgroup<detail::
 /// Throws `cpx::error` unless the size divides that of the whole group.
 template <transport Comm>
 subgroup<Comm> neighbours(Comm& all, int size, caller here = caller::here()) {
-    require(
-        size > 0 && all.ranks() % size == 0, "neighbours", "size",
-        [&] { return "a divisor of the ranks, " + std::to_string(all.ranks()); }, size, here);
+    require(size > 0 && all.ranks() % size == 0, "neighbours", "size",
+            detail::in_words("a divisor of the ranks, ", all.ranks()), size, here);
     std::vector<int> members;
     for (int i = 0; i < size; ++i) members.push_back(all.rank() / size * size + i);
     return {all, std::move(members), here};

@@ -10,12 +10,10 @@
 
 namespace cpx {
 
-/// Replaces `values` on every rank by the sums over all ranks, added in rank order: gradients of weights, of which
-/// every rank has its share.
+/// Replaces `values` on every rank by the sums over all ranks, added in rank order, such as gradients of weights.
 ///
 /// values: a vector, array or span, in the memory of the transport's ranks. Collective; all ranks have equally many.
-/// Each rank adds up its share of them and hands it to the others, so that it sends 2 (W - 1) / W times the values.
-/// Throws what `exchange` throws.
+/// Each adds up its share and hands it to the others: 2 (W - 1) / W times the values. Throws what `exchange` throws.
 template <std::ranges::contiguous_range V, any_transport Comm>
     requires std::ranges::borrowed_range<V> && std::ranges::output_range<V, std::ranges::range_value_t<V>>
 void sum_over_ranks(V&& values, Comm& comm, caller here = caller::here()) {

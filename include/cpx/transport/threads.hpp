@@ -73,8 +73,7 @@ public:
     int ranks() const { return static_cast<int>(world_.members.size()); }
     std::unordered_set<std::uint64_t>& agreed() { return agreed_; }
 
-    /// See `transport`. Also throws if a rank that this one waits for is in an exchange of another plan, or if all
-    /// ranks wait for each other.
+    /// See `transport`. Also throws if a rank that this one waits for runs another plan, or if all wait for each other.
     void transfer(identity const& id, std::span<outgoing const> sends, std::span<incoming const> receives) {
         turn mine(world_);
         member& me = world_.member_at(rank_);
@@ -136,7 +135,7 @@ private:
 
     static void require_ranks(char const* where, int ranks, caller here) {
         detail::require_ranks(where, "ranks", std::min(ranks, most_ranks), here);
-        require(ranks <= most_ranks, where, "ranks", "at most " + std::to_string(most_ranks) + ", one thread each",
+        require(ranks <= most_ranks, where, "ranks", detail::in_words("at most ", most_ranks, ", one thread each"),
                 ranks, here);
     }
 

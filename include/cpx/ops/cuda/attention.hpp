@@ -14,7 +14,7 @@
 // the same ones, before 9.25 takes memory for queries x keys numbers of every head.
 #pragma once
 
-#include <cpx/cuda/attention_calls.hpp>
+#include <cpx/cuda/attention.hpp>
 #include <cpx/ops/attention_backward.hpp>
 
 namespace cpx::detail {

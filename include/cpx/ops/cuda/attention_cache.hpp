@@ -26,8 +26,7 @@ public:
     cuda::memory const& memory() const { return memory_; }
 
     void append(std::span<appended_rows const> list, rows<T const> k, rows<T const> v, caller here) {
-        cuda::detail::require_memory(where, "k", k, here);
-        cuda::detail::require_memory(where, "v", v, here);
+        cuda::detail::require_memory(where, {{"k", k}, {"v", v}}, here);
         std::vector<index_t> counts;
         for (place const& of : places_) counts.push_back(of.count);
         for (appended_rows const& of : list) counts[static_cast<std::size_t>(of.sequence)] += of.count;

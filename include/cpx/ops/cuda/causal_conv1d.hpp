@@ -62,11 +62,12 @@ void check_convolution(convolution<T, S, cuda::memory> const& of, cuda::communic
     index_t const channels = of.x.data().width();
     require_of(where, "x", of.plan, channels, of.x, comm, here);
     require_of(where, "y", of.plan, channels, of.y, comm, here);
-    cuda::detail::check_convolution<T>(fit, of.x.data(), {}, of.weight, of.bias, of.act, of.y.data(), here);
+    cuda::detail::convolved<T, T> const given{of.x.data(), {}, of.weight, of.bias, of.act};
+    cuda::detail::check_convolution(given, fit, of.y.data(), here);
     check_states(of, here);
     rows<T const> const all_states[] = {of.states.initial, of.states.final};
-    for (rows<T const> const& given : all_states)
-        if (given.data()) cuda::detail::require_memory(of.where, "states", given, here);
+    for (rows<T const> const& states : all_states)
+        if (states.data()) cuda::detail::require_memory(of.where, {{"states", states}}, here);
 }
 
 /// Runs a convolution of tensors on devices of which all fits.
@@ -82,11 +83,11 @@ void convolve(convolution<T, S, cuda::memory> const& of, cuda::communicator& com
         for_each_element(comm.memory(), states.count(), states.width(), rowwise::copy<T>{initial, states}, here);
     else
         for_each_element(comm.memory(), states.count(), states.width(), rowwise::clear<T>{states}, here);
-    cuda::detail::convolve(*by, x, of.weight, of.bias, of.act, of.y.data(), here);
+    cuda::detail::convolved<T, T> const given{x, by->halo(), of.weight, of.bias, of.act};
+    cuda::detail::convolve(*by, given, of.y.data(), here);
     auto const list = final.data() && x.width() > 0 ? newest_rows(of.plan) : std::vector<index_t>();
     if (!list.empty()) {
-        auto there = comm.memory().template room<index_t>(std::ssize(list));
-        cuda::write_numbers(list, there.data(), comm.stream(), here);
+        auto const there = cuda::numbers_on_device(comm.memory(), list, here);
         rows<T const> const beside(by->halo().data(), by->halo().count() + states.count() * of.weight.width(),
                                    x.width());
         for_each_element(comm.memory(), std::ssize(list) / 2, x.width(), keep_newest<T>{x, beside, there.data(), final},
@@ -126,8 +127,8 @@ void check_convolution_backward(convolution_backward<T, S, cuda::memory> const& 
     require_of(where, "dy", of.before, channels, of.dy, comm, here);
     require_of(where, "x", of.before, channels, of.x, comm, here);
     require_of(where, "dx", of.before, channels, of.dx, comm, here);
-    cuda::detail::check_backward<T>(fit, of.x.data(), {}, of.weight, of.bias, of.act, of.dy.data(),
-                                    {of.dx.data(), of.dweight, of.dbias}, here);
+    cuda::detail::convolved<T, T> const given{of.x.data(), {}, of.weight, of.bias, of.act};
+    cuda::detail::check_backward(given, fit, of.dy.data(), {of.dx.data(), of.dweight, of.dbias}, here);
 }
 
 /// Runs a backward of tensors on devices of which all fits.
@@ -142,7 +143,8 @@ void convolve_backward(convolution_backward<T, S, cuda::memory> const& to, Comm&
         convolve_backward_by_row<T, S>(x, weight, bias, act, dy, dweight, dbias, comm, here);
     else
         sums.dweight = dweight, sums.dbias = dbias;
-    cuda::detail::convolve_backward(*by, x.data(), weight, bias, act, dy.data(), sums, here);
+    cuda::detail::convolved<T, T> const given{x.data(), by->halo(), weight, bias, act};
+    cuda::detail::convolve_backward(*by, given, dy.data(), sums, here);
     comm.keep(std::move(by), here);
 }
 

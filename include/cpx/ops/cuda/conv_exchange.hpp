@@ -139,8 +139,8 @@ private:
         moved.local = true;      // the ranks have compared their plans
         exchange_options of{.from_stride = stride};
         if (later_) of.room = {2 * beside_, beside_ * channels_};
-        std::array ways{std::move(lanes), std::vector<lane_plan>()};
-        to.emplace(std::span<cpx::plan const>(&moved, 1), std::move(ways), channels_, comm_, of, here);
+        to.emplace(std::span<cpx::plan const>(&moved, 1), std::move(lanes), std::vector<lane_plan>(), channels_, comm_,
+                   of, here);
     }
 
     index_t going_on() const { return go_on_ ? sharding_.batch().sequences() : 0; }
@@ -190,23 +190,29 @@ void require_of(char const* where, char const* what, conv_exchange<T, S> const& 
 
 /// Computes this rank's `y`, which is rows or parts, of arguments that fit.
 template <class T, any_sharding S, class W, class Y>
-void convolve(conv_exchange<T, S>& by, rows<T const> x, rows<W> weight, std::type_identity_t<std::span<W const>> bias,
-              activation act, Y const& y, caller here) {
-    by.exchange_halo(x, here);
-    launch_forward(by.plan(), convolution_of<T>(by.plan(), x, by.halo(), weight, bias, y), act, by.stream(), here);
+void convolve(conv_exchange<T, S>& by, convolved<T, W> const& of, Y const& y, caller here) {
+    by.exchange_halo(of.x, here);
+    launch_forward(by.plan(), of, y, by.stream(), here);
+}
+/// Checks a convolution and computes it.
+template <class T, any_sharding S, class W, class Y>
+void check_and_convolve(conv_exchange<T, S>& by, sharded<T const, S, memory> const& x, rows<W> weight,
+                        std::type_identity_t<std::span<W const>> bias, activation act, Y const& y, caller here) {
+    require_of("cuda::causal_conv1d", "x", by, x, here);
+    convolved<T, std::remove_const_t<W>> const of{x.data(), by.halo(), weight, bias, act};
+    check_convolution(of, sizes_of(by.plan()), y, here);
+    convolve(by, of, y, here);
 }
 
 /// Computes gradients from this rank's `dy`, which is rows or parts, of arguments that fit.
 template <class T, any_sharding S, class W, class Dy>
-void convolve_backward(conv_exchange<T, S>& by, rows<T const> x, rows<W> weight,
-                       std::type_identity_t<std::span<W const>> bias, activation act, Dy const& dy,
+void convolve_backward(conv_exchange<T, S>& by, convolved<T, W> const& of, Dy const& dy,
                        causal_conv1d_gradients<T, S> const& to, caller here) {
-    causal_conv1d_gradients<T> const local{to.dx.data(), to.dweight, to.dbias, by.workspace()};
-    auto const call = backward_of<T>(by.plan(), x, by.halo(), weight, bias, dy, by.edge(), by.dz_halo(), local);
-    by.exchange_halo(x, here);
-    launch_edge(by.plan(), call.given, call.out.dy, act, by.edge(), by.stream(), here);
+    by.exchange_halo(of.x, here);
+    launch_edge(by.plan(), of, dy, by.edge(), by.stream(), here);
     by.exchange_edge(here);
-    launch_backward(by.plan(), call, act, local, by.stream(), here);
+    launch_backward(by.plan(), of, dy, by.edge(), by.dz_halo(), {to.dx.data(), to.dweight, to.dbias, by.workspace()},
+                    by.stream(), here);
 }
 
 /// Checks a backward and computes it.
@@ -217,9 +223,9 @@ void check_and_convolve_backward(conv_exchange<T, S>& by, sharded<T const, S, me
     char const* const where = "cuda::causal_conv1d_backward";
     require_of(where, "x", by, x, here);
     require_of(where, "dx", by, to.dx, here);
-    check_backward<T>(sizes_of(by.plan()), x.data(), by.halo(), weight, bias, act, dy,
-                      {to.dx.data(), to.dweight, to.dbias}, here);
-    convolve_backward(by, x.data(), weight, bias, act, dy, to, here);
+    convolved<T, std::remove_const_t<W>> const of{x.data(), by.halo(), weight, bias, act};
+    check_backward(of, sizes_of(by.plan()), dy, {to.dx.data(), to.dweight, to.dbias}, here);
+    convolve_backward(by, of, dy, to, here);
 }
 
 } // namespace detail
@@ -248,11 +254,8 @@ void causal_conv1d(conv_exchange<T, S>& by, X const& x, rows<W> weight, std::typ
         sharded<T const, S, memory> const from = x.view();
         sharded<T, S, memory> const to = y.view();
         by.set(from.sharding(), here);
-        detail::require_of("cuda::causal_conv1d", "x", by, from, here);
         detail::require_of("cuda::causal_conv1d", "y", by, to, here);
-        detail::check_convolution<T>(detail::sizes_of(by.plan()), from.data(), by.halo(), weight, bias, act, to.data(),
-                                     here);
-        detail::convolve(by, from.data(), weight, bias, act, to.data(), here);
+        detail::check_and_convolve(by, from, weight, bias, act, to.data(), here);
     }
 }
 
@@ -266,9 +269,7 @@ void causal_conv1d(conv_exchange<T, S>& by, X const& x, rows<W> weight, std::typ
     if constexpr (fits) {
         sharded<T const, S, memory> const from = x.view();
         by.set(from.sharding(), here);
-        detail::require_of("cuda::causal_conv1d", "x", by, from, here);
-        detail::check_convolution<T>(detail::sizes_of(by.plan()), from.data(), by.halo(), weight, bias, act, y, here);
-        detail::convolve(by, from.data(), weight, bias, act, y, here);
+        detail::check_and_convolve(by, from, weight, bias, act, y, here);
     }
 }
 template <class By = cpx::detail::any>

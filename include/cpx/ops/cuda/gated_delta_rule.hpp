@@ -7,7 +7,7 @@
 // for memory of another device or stream.
 #pragma once
 
-#include <cpx/cuda/normalised_heads.hpp>
+#include <cpx/cuda/head_norm.hpp>
 #include <cpx/ops/cuda/device_rule.hpp>
 #include <cpx/ops/gated_delta_rule_backward.hpp>
 

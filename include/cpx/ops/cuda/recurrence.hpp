@@ -267,12 +267,12 @@ void require_there(char const* where, cuda::memory const& memory, X const& tenso
                    std::array<std::string, N> const& names, caller here) {
     each_input(tensors, [&](std::size_t i, auto const& x) {
         require_in_memory(where, names[i].c_str(), x, memory, "the communicator's", here);
-        cuda::detail::require_memory(where, names[i].c_str(), x.data(), here);
+        cuda::detail::require_memory(where, {{names[i].c_str(), x.data()}}, here);
     });
 }
 template <class A>
 void require_there(char const* where, char const* name, rows<A> states, caller here) {
-    if (states.data()) cuda::detail::require_memory(where, name, states, here);
+    if (states.data()) cuda::detail::require_memory(where, {{name, states}}, here);
 }
 
 /// Throws unless a recurrence of tensors on devices fits the plan, and `memory` is where they are.

@@ -70,9 +70,9 @@ public:
             auto room = most_.rows > 0 ? kind::room(plan, widths, most_, here) : movement_room{};
             room.runs *= 2;
             list([&](std::span<cpx::plan const> plans) {
-                std::array ways{kind::lanes(plan, widths, false), kind::lanes(plan, widths, true)};
-                move_ = std::make_unique<batch_exchange<float>>(plans, std::move(ways), kind::row_width(widths), comm_,
-                                                                exchange_options{.room = room}, here);
+                move_ = std::make_unique<batch_exchange<float>>(
+                    plans, kind::lanes(plan, widths, false), kind::lanes(plan, widths, true), kind::row_width(widths),
+                    comm_, exchange_options{.room = room}, here);
             });
         }
         batch_ = batch;
@@ -90,9 +90,7 @@ public:
     }
     /// Returns numbers of the host in device memory.
     block<index_t> numbers(std::span<index_t const> list, caller here) const {
-        auto made = memory().template room<index_t>(std::ssize(list));
-        write_numbers(list, made.data(), stream(), here);
-        return made;
+        return numbers_on_device(memory(), list, here);
     }
     void copy(std::vector<cpx::detail::copied<float>> const& list) const {
         std::vector<kernels::state_copy> copies;
