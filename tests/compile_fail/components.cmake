@@ -9,9 +9,11 @@ unset(ENV{C_INCLUDE_PATH})
 unset(ENV{CPLUS_INCLUDE_PATH})
 
 function(says sentence)
-    cmake_parse_arguments(PARSE_ARGV 1 arg "" "" "HEADERS;DEFINE")
+    cmake_parse_arguments(PARSE_ARGV 1 arg "" "" "HEADERS;EXCEPT;DEFINE")
     list(TRANSFORM arg_HEADERS PREPEND ${SOURCE_DIR}/)
     file(GLOB headers ${arg_HEADERS})
+    list(TRANSFORM arg_EXCEPT PREPEND ${SOURCE_DIR}/)
+    list(REMOVE_ITEM headers ${arg_EXCEPT})
     if(NOT headers)
         message(FATAL_ERROR "no such headers: ${arg_HEADERS}")
     endif()
@@ -43,7 +45,10 @@ stops("compile with -std=c..20" c++17 "#include \"${SOURCE_DIR}/single_include/c
 stops("name the file .cu and link cpx::cuda" c++20 "#include <cpx/cuda/exchange.hpp>")
 
 set(nccl include/cpx/transport/nccl.hpp include/cpx/transport/nccl_w*.hpp)
-says("name the file .cu and link cpx::cuda" HEADERS include/cpx/cuda/*.hpp kernels/cpx/*.cuh ${nccl})
+set(of_engines include/cpx/cuda/attention_engine.hpp include/cpx/cuda/cudnn_attention.hpp) # no kernels in them
+says("name the file .cu and link cpx::cuda" HEADERS include/cpx/cuda/*.hpp kernels/cpx/*.cuh ${nccl} EXCEPT ${of_engines})
+says("needs CUDA's headers; link cpx::cuda" HEADERS include/cpx/cuda/attention_engine.hpp)
+says("needs cuDNN 9 and the headers of its frontend; link cpx::cudnn" HEADERS include/cpx/cuda/cudnn_attention.hpp)
 says("needs NCCL 2.28 or newer. link cpx::nccl" HEADERS ${nccl} DEFINE -D__CUDACC__)
 execute_process(OUTPUT_QUIET ERROR_VARIABLE text COMMAND ${COMPILER} -E -nostdinc -nostdinc++ -include mpi.h -x c++
     /dev/null)

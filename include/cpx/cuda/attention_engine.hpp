@@ -3,6 +3,11 @@
 // that an engine can be compiled by the host's compiler.
 #pragma once
 
+#if !__has_include(<cuda_runtime_api.h>)
+#error "cpx: this header needs CUDA's headers; link cpx::cuda or cpx::nccl, or CUDA::cudart"
+#include "end of compilation" // nothing that follows would tell more
+#endif
+
 #include <cpx/core/rows.hpp>
 #include <cpx/plan/segments.hpp>
 

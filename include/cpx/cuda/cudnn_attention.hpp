@@ -4,6 +4,11 @@
 // which hands out an `attention_engine`, say harness/cudnn_attention.cpp.
 #pragma once
 
+#if !__has_include(<cudnn_frontend.h>)
+#error "cpx: this header needs cuDNN 9 and the headers of its frontend; link cpx::cudnn"
+#include "end of compilation" // nothing that follows would tell more
+#endif
+
 #include <cpx/cuda/attention_engine.hpp>
 
 #include <cudnn_frontend.h>

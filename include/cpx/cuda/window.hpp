@@ -2,8 +2,8 @@
 // Memory of every rank that the others' kernels can store to, by NCCL's symmetric windows.
 #pragma once
 
+#include <cpx/cuda/host_page.hpp>
 #include <cpx/cuda/relayout.hpp>
-#include <cpx/transport/host_page.hpp>
 #include <cpx/transport/nccl.hpp>
 
 #if !__has_include(<nccl_device.h>)

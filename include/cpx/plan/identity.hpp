@@ -121,6 +121,7 @@ struct identity {
     void forget_batch() {
         std::fill(numbers.begin() + tokens, numbers.begin() + cu_seqlens + 1, 0);
         numbers[source_hash] = numbers[target_hash] = 0;
+        source_settings = target_settings = {};
     }
 
     /// Returns the identity of the plan that moves everything back. Unless this plan is `one_to_one`, its operation
