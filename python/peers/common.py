@@ -115,7 +115,10 @@ class _Put:
             reason = report.longrepr[2]
         elif report.failed:
             crash = getattr(report.longrepr, "reprcrash", None)
-            reason = crash.message.split("\n")[0] if crash else str(report.longrepr).strip().split("\n")[-1]
+            lines = (crash.message if crash else str(report.longrepr)).strip().split("\n")
+            reason = lines[0] if crash and "ProcessRaised" not in lines[0] else lines[-1]  # what the process raised
+            said = [line for line in report.capstdout.split("\n") if "ailed" in line]
+            reason = "; ".join([reason, *said])
             otherwise = next((why for begin, why in self.differs.items() if begin in name), None)
             if otherwise:
                 outcome, reason = "differs", otherwise
