@@ -41,6 +41,9 @@ void complete(examples::command_line const& app, options& o) {
     if (o.dtype.empty()) o.dtype = o.on_gpus() ? "float32" : "float64";
     for (char const* const option : {"--carry", "--cut"}) // by heads there is none
         app.require_effect(option, o.linear != "head_sharded", "linear attention by tokens", "--linear head_sharded");
+    bool const chosen = !o.attention.empty() || !o.linear.empty() || !o.carry.empty() || !o.cut.empty();
+    app.require_effect("--all", !chosen && !o.json, "a table that no option restricts",
+                       o.json ? "--json" : "one that does");
     app.require_effect("--products", o.on_gpus(), "--device cuda", "cpu");
     app.require_effect("--ranks", !qwen::is_launched(), "no launcher of MPI, which says how many", "one");
     bool const has = o.dtype == "float32" || o.dtype == (o.on_gpus() ? "bfloat16" : "float64");

@@ -1815,8 +1815,13 @@ public:
                                         "M>(memory, count, width) an M before them; write(values) copies a list");
     }
 
-    rows<T> view() { return {values_.data(), count_, width_}; }
-    rows<T const> view() const { return {values_.data(), count_, width_}; }
+    rows<T> view() & { return {values_.data(), count_, width_}; }
+    rows<T const> view() const& { return {values_.data(), count_, width_}; }
+    template <class X = T>
+    rows<T> view() const&& {
+        static_assert(detail::never<X>, "cpx: a row_buffer is viewed that ends with the expression; give it a name");
+        throw;
+    }
     std::span<T> elements() & { return {values_.data(), static_cast<std::size_t>(count_ * width_)}; }
     std::span<T const> elements() const& { return {values_.data(), static_cast<std::size_t>(count_ * width_)}; }
     index_t count() const { return count_; }

@@ -737,3 +737,55 @@ void positions(cpx::media const& m, cpx::thd const& batch, ids const& some) {
 }
 
 } // namespace sharded_twice
+
+// Numbers that are to be rounded are no whole ones.
+namespace whole {
+
+#ifdef CPX_GOOD
+using number = float;
+using output = zigzag;
+#else
+using number = cpx::index_t;
+using output = sequential;
+#endif
+
+template <class S>
+using view = cpx::sharded<number, S> const&;
+
+// expect: rotary of whole numbers
+// expect: rotary_backward of whole numbers
+// expect: rotary of whole numbers
+void turned(view<zigzag> x, cpx::sharded_positions<zigzag> const& positions, cpx::rotary_pairs<number> const& pairs) {
+    cpx::rotary(x, 8, cpx::rotary_options{}, x);
+    cpx::rotary_backward(x, 8, cpx::rotary_options{}, x);
+    cpx::rotary(positions, x, 8, pairs, x);
+}
+
+// expect: attention.q, k, v, heads, scale, o. wants tensors .* of floating-point elements
+// expect: attention_cache of whole numbers
+void attended(view<zigzag> x, view<everywhere> k, cpx::threads& comm) {
+    cpx::attention(x, k, k, heads, 1, x);
+    cpx::attention_cache<number> const cache(heads, k.sharding(), comm);
+}
+
+// expect: causal_conv1d of whole numbers
+void convolved(cpx::halo_plan<zigzag> const& plan, view<zigzag> x, cpx::rows<number const> w, cpx::threads& comm) {
+    cpx::causal_conv1d(plan, x, w, {}, silu, x, comm);
+}
+
+// expect: gated_delta_rule of elements that it does not have
+void ruled(cpx::carry_plan<cpx::scan, zigzag> const& plan, cpx::delta_rule_tensors<number, zigzag> const& t,
+           cpx::threads& comm) {
+    cpx::gated_delta_rule(plan, t, {}, {}, comm);
+}
+
+// expect: a struct of tensors of one sharding is given one of another
+// expect: a struct of tensors of one sharding is given one of another
+void carried(cpx::carry_plan<cpx::scan, zigzag> const& plan, cpx::head_decay_attention const& r,
+             cpx::sharded<float, zigzag> x, cpx::sharded<float, output> y,
+             cpx::recurrence_tensors<float, zigzag, 4> const& t, cpx::threads& comm) {
+    cpx::recur(plan, r, cpx::recurrence_tensors{{x, x, x, x}, y}, comm);
+    cpx::recur_backward(plan, r, t, cpx::recurrence_gradients{y, {x, x, x, x}}, comm);
+}
+
+} // namespace whole

@@ -9,6 +9,7 @@
 #include <support/random.hpp>
 #include <support/rejects.hpp>
 
+#include <limits>
 #include <numbers>
 #include <numeric>
 
@@ -240,6 +241,9 @@ TEST_SUITE("ops") {
         std::vector<size> const positions = {0};
         scattered<float> y(1, 8);
         CHECK_THROWS_AS(cpx::rotary<float>(x, 8, positions, {.theta = 1e4, .rotary_dim = 3}, y.view()), cpx::error);
+        for (double const theta : {0.0, -1e4, std::numeric_limits<double>::quiet_NaN()})
+            CHECK_THROWS_AS(cpx::rotary<float>(x, 8, positions, {.theta = theta, .rotary_dim = 4}, y.view()),
+                            cpx::error);
         for (char const* const dim : {"3", "-2"})
             support::rejects({"local_rotary.cpp", "rotary_frequencies: rotary_dim: expected 0, 2, 4 or another even "
                                                   "number, got " +

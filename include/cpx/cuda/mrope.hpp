@@ -3,12 +3,12 @@
 #pragma once
 
 #include <cpx/cuda/arguments.hpp>
-#include <cpx/cuda/host_page.hpp>
 #include <cpx/cuda/launch.hpp>
 #include <cpx/cuda/nvtx.hpp>
 #include <cpx/cuda/row_gather.hpp>
 #include <cpx/cuda/write_numbers.hpp>
 #include <cpx/plan/mrope.hpp>
+#include <cpx/transport/nccl_host_page.hpp>
 
 #include <cpx/mrope.cuh>
 

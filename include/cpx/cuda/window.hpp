@@ -2,9 +2,9 @@
 // Memory of every rank that the others' kernels can store to, by NCCL's symmetric windows.
 #pragma once
 
-#include <cpx/cuda/host_page.hpp>
 #include <cpx/cuda/relayout.hpp>
 #include <cpx/transport/nccl.hpp>
+#include <cpx/transport/nccl_host_page.hpp>
 
 #if !__has_include(<nccl_device.h>)
 #error "cpx: this header needs NCCL 2.28 or newer, whose nccl_device.h is not found"

@@ -41,7 +41,9 @@ public:
         : heads_(heads), keys_(checked(heads, sharding, comm, here)), rank_(comm.rank()), ranks_(comm.ranks()),
           whole_(S::every_row), last_(thd::uniform(sharding.batch().sequences(), 0)),
           lengths_(static_cast<std::size_t>(last_.sequences())), tokens_(lengths_.size()),
-          kept_(last_.sequences(), keys_.size() * heads.dim, rank_memory(comm)) {}
+          kept_(last_.sequences(), keys_.size() * heads.dim, rank_memory(comm)) {
+        static_assert(!std::integral<T>, "cpx: attention_cache of whole numbers; use float or double");
+    }
     template <class X = void>
     explicit attention_cache(detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {})
         : attention_cache(unfit<X>()) {}

@@ -177,11 +177,13 @@ void causal_conv1d(halo_plan<S> const& plan, X const& x, rows_or_list<element_of
                    std::span<element_of<Y> const> bias, activation act, Y&& y, Comm& comm,
                    causal_conv1d_states<element_of<Y>> const& states = {}, caller here = caller::here()) {
     constexpr bool fits = detail::sharded_as<S, X, Y>, writes = detail::writes<Y, X>;
+    constexpr bool real = !std::integral<element_of<Y>>;
     static_assert(fits, "cpx: causal_conv1d of tensors that are not sharded as the plan; make the plan with "
                         "halo(x.sharding(), ...) and y of the same sharding");
     static_assert(!fits || writes,
                   "cpx: causal_conv1d wants x of y's elements, and a y that is not const and has a name");
-    if constexpr (fits && writes) {
+    static_assert(!fits || !writes || real, "cpx: causal_conv1d of whole numbers; use float or double");
+    if constexpr (fits && writes && real) {
         detail::convolution<element_of<Y>, S, memory_of<X>> const given{
             plan, x.view(), weight.of_width(plan.reach + 1), bias, act, y.view(), states};
         check_convolution(given, comm, here);

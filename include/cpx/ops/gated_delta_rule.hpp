@@ -102,7 +102,7 @@ recurrence_tensors<T, S, 5> listed(delta_rule_tensors<T, S> const& t) {
 template <any_memory M, class By>
 inline constexpr bool carries_rule = std::same_as<M, host_memory> && transport<By>;
 template <any_memory M, class T>
-inline constexpr bool rules_on = true;
+inline constexpr bool rules_on = !std::integral<T>;
 
 /// Throws unless a memory has the heads of a gated delta rule, and these operands; the host's has.
 template <any_sharding S>
@@ -145,8 +145,8 @@ void gated_delta_rule(carry_plan<How, S> const& plan, delta_rule_tensors<T, X, M
     static_assert(fits || detail::never<T>,
                   "cpx: gated_delta_rule of tensors that are not sharded as the plan; make the plan with "
                   "carry(q.sharding(), ...)");
-    static_assert(!fits || element, "cpx: gated_delta_rule of elements that it does not have on devices; use float, "
-                                    "__nv_bfloat16 or __half");
+    static_assert(!fits || element, "cpx: gated_delta_rule of elements that it does not have; use float or double, on "
+                                    "devices float, __nv_bfloat16 or __half");
     if constexpr (fits && element) {
         detail::gated_delta const r{heads, options};
         check_delta_rule(plan, r, t, by, here);

@@ -65,8 +65,8 @@ void gated_delta_rule_backward(carry_plan<How, S> const& plan, delta_rule_tensor
                   "the plan with carry(q.sharding(), ...) and the gradients of the same sharding");
     static_assert(!fits || same || !made, "cpx: gated_delta_rule_backward wants gradients of the tensors' elements");
     static_assert(!fits || !same || element,
-                  "cpx: gated_delta_rule_backward of elements that it does not have on devices; use float, "
-                  "__nv_bfloat16 or __half");
+                  "cpx: gated_delta_rule_backward of elements that it does not have; use float or double, on "
+                  "devices float, __nv_bfloat16 or __half");
     if constexpr (fits && same && element) {
         detail::gated_delta const r{heads, options};
         check_delta_rule_backward(plan, r, t, to, by, here);

@@ -37,10 +37,10 @@ struct recurrence_tensors {
 };
 template <sharded_like X, sharded_like O, std::size_t N>
 recurrence_tensors(std::array<X, N> const&, O const&, detail::any = {}, detail::any = {}, detail::any = {}, ...)
-    -> recurrence_tensors<element_of<O>, sharding_of<O>, N>;
+    -> recurrence_tensors<element_of<O>, sharding_of<X>, N>;
 template <sharded_like X, sharded_like O, std::size_t N>
 recurrence_tensors(X const (&)[N], O const&, detail::any = {}, detail::any = {}, detail::any = {}, ...)
-    -> recurrence_tensors<element_of<O>, sharding_of<O>, N>;
+    -> recurrence_tensors<element_of<O>, sharding_of<X>, N>;
 template <class X = void>
 recurrence_tensors(detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}, ...)
     -> recurrence_tensors<detail::refused, sharding<sequential<1>>, 0>;
@@ -60,10 +60,10 @@ struct recurrence_gradients {
 };
 template <sharded_like O, sharded_like X, std::size_t N>
 recurrence_gradients(O const&, std::array<X, N> const&, detail::any = {}, detail::any = {}, ...)
-    -> recurrence_gradients<element_of<O>, sharding_of<O>, N>;
+    -> recurrence_gradients<element_of<O>, sharding_of<X>, N>;
 template <sharded_like O, sharded_like X, std::size_t N>
 recurrence_gradients(O const&, X const (&)[N], detail::any = {}, detail::any = {}, ...)
-    -> recurrence_gradients<element_of<O>, sharding_of<O>, N>;
+    -> recurrence_gradients<element_of<O>, sharding_of<X>, N>;
 template <class X = void>
 recurrence_gradients(detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}, ...)
     -> recurrence_gradients<detail::refused, sharding<sequential<1>>, 0>;

@@ -20,9 +20,11 @@ namespace cpx {
 template <sharded_like X, sharded_like Y>
 void rotary(X const& x, index_t head_dim, rotary_options options, Y&& y, caller here = caller::here()) {
     constexpr bool fits = detail::sharded_as<sharding_of<X>, Y>, writes = detail::writes<Y, X>;
+    constexpr bool real = !std::integral<element_of<Y>>;
     static_assert(fits, "cpx: rotary of x and y on two shardings; make y of x's sharding");
     static_assert(!fits || writes, "cpx: rotary wants x of y's elements, and a y that is not const and has a name");
-    if constexpr (fits && writes) {
+    static_assert(!fits || !writes || real, "cpx: rotary of whole numbers; use float or double");
+    if constexpr (fits && writes && real) {
         auto const from = x.view();
         auto const to = y.view();
         detail::require_place("rotary", "y", to, from, "that of x", here);
@@ -36,10 +38,12 @@ void rotary(X const& x, index_t head_dim, rotary_options options, Y&& y, caller 
 template <sharded_like X, sharded_like Y>
 void rotary_backward(X const& dy, index_t head_dim, rotary_options options, Y&& dx, caller here = caller::here()) {
     constexpr bool fits = detail::sharded_as<sharding_of<X>, Y>, writes = detail::writes<Y, X>;
+    constexpr bool real = !std::integral<element_of<Y>>;
     static_assert(fits, "cpx: rotary_backward of dy and dx on two shardings; make dx of dy's sharding");
     static_assert(!fits || writes,
                   "cpx: rotary_backward wants dy of dx's elements, and a dx that is not const and has a name");
-    if constexpr (fits && writes) {
+    static_assert(!fits || !writes || real, "cpx: rotary_backward of whole numbers; use float or double");
+    if constexpr (fits && writes && real) {
         auto const from = dy.view();
         auto const to = dx.view();
         detail::require_place("rotary_backward", "dx", to, from, "that of dy", here);
@@ -55,10 +59,12 @@ template <bool Back, class X, class Y, class S, class Pairs>
 void rotate_sharded(sharded_positions<S> const& positions, X const& x, index_t head_dim, Pairs const& pairs, Y&& y,
                     caller here) {
     constexpr bool fits = sharded_as<S, X, Y>, writes = detail::writes<Y, X>;
+    constexpr bool real = !std::integral<element_of<Y>>;
     static_assert(fits, "cpx: rotary by positions of another sharding than that of x and y; compute positions from ids "
                         "that are sharded as x");
     static_assert(!fits || writes, "cpx: rotary wants x of y's elements, and a y that is not const and has a name");
-    if constexpr (fits && writes) {
+    static_assert(!fits || !writes || real, "cpx: rotary of whole numbers; use float or double");
+    if constexpr (fits && writes && real) {
         auto const from = x.view();
         auto const to = y.view();
         turn const& way = Back ? turn_back : turn_forth;

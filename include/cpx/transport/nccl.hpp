@@ -2,9 +2,9 @@
 // One rank of an NCCL communicator, with deadlines and errors that say who is missing.
 #pragma once
 
-#include <cpx/cuda/host_page.hpp>
 #include <cpx/transport/gather.hpp>
 #include <cpx/transport/nccl_environment.hpp>
+#include <cpx/transport/nccl_host_page.hpp>
 #include <cpx/transport/nccl_watchdog.hpp>
 #include <cpx/transport/roll_call.hpp>
 

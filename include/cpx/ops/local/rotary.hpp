@@ -22,11 +22,13 @@ struct rotary_options {
 
 /// Returns `theta^(-2 i / rotary_dim)` for `i < rotary_dim / 2`, computed in T as transformers does.
 ///
-/// Throws `cpx::error` if `rotary_dim` is odd or negative.
+/// Throws `cpx::error` if `rotary_dim` is odd or negative, or `theta` is not a positive number.
 template <class T>
 std::vector<T> rotary_frequencies(rotary_options options, caller here = caller::here()) {
     index_t const dim = options.rotary_dim;
     require(dim >= 0 && dim % 2 == 0, "rotary_frequencies", "rotary_dim", "0, 2, 4 or another even number", dim, here);
+    require(options.theta > 0 && std::isfinite(options.theta), "rotary_frequencies", "theta", "a positive number",
+            options.theta, here);
     auto result = detail::zeros<T>("rotary_frequencies", {dim / 2}, here);
     for (index_t i = 0; i < dim; i += 2)
         result[static_cast<std::size_t>(i / 2)] =
