@@ -21,12 +21,12 @@ X attention_layer(auto& at, index_t layer, X const& x, auto const& attend) {
     auto const name = [&](char const* suffix) { return layer_name(layer, "self_attn.") + suffix; };
     auto const v = at.linear(name("v_proj.weight"), x), k_of_x = at.linear(name("k_proj.weight"), x),
                q_and_gate = at.linear(name("q_proj.weight"), x);
-    auto const part = [&](index_t first) { // q_proj gives each head its query, then its gate
+    auto const columns = [&](index_t first) { // q_proj gives each head its query, then its gate
         return at.take_heads(q_and_gate, first, (config.gated() ? 2 : 1) * *config.head_dim, *config.head_dim);
     };
-    auto const q = at.norm(name("q_norm.weight"), part(0)), k = at.norm(name("k_norm.weight"), k_of_x);
+    auto const q = at.norm(name("q_norm.weight"), columns(0)), k = at.norm(name("k_norm.weight"), k_of_x);
     X o = attend(q, k, v);
-    if (config.gated()) o = at.open(o, part(*config.head_dim));
+    if (config.gated()) o = at.open(o, columns(*config.head_dim));
     return at.linear(name("o_proj.weight"), o);
 }
 

@@ -116,17 +116,17 @@ public:
     /// Returns their columns side by side; reads each alone.
     template <class S>
     var<S> join(std::initializer_list<var<S>> of) {
-        std::vector<var<S>> const parts(of);
+        std::vector<var<S>> const all(of);
         index_t width = 0;
-        for (auto const& x : parts) width += x->width();
-        auto const y = beside(parts.front(), width);
-        auto const each_part = [parts](auto const& f) {
+        for (auto const& x : all) width += x->width();
+        auto const y = beside(all.front(), width);
+        auto const each_of = [all](auto const& f) {
             index_t first = 0;
-            for (auto const& x : parts) f(x, std::exchange(first, first + x->width()));
+            for (auto const& x : all) f(x, std::exchange(first, first + x->width()));
         };
-        each_part([&](auto const& x, index_t first) { copy(x->data(), y->data().columns(first, x->width())); });
+        each_of([&](auto const& x, index_t first) { copy(x->data(), y->data().columns(first, x->width())); });
         back([=, this] {
-            each_part([&](auto const& x, index_t first) {
+            each_of([&](auto const& x, index_t first) {
                 copy(y->grad().columns(first, x->width()).data(), x->grad().data());
             });
         });

@@ -112,7 +112,7 @@ __device__ __forceinline__ void add_product(float const (&a)[N][4], std::uint32_
     }
 }
 
-/// Zeroes what is infinite or NaN in a tile of which some rows see a part only: a sum over what they do not see would
+/// Zeroes what is infinite or NaN in a tile of which some rows see some only: a sum over what they do not see would
 /// be NaN, even with weights of 0. Returns the rows, as bits, that had any. `marks`: in shared memory, 0. All threads
 /// call it, after a barrier; it ends with one.
 template <class T, int D, int Rows>

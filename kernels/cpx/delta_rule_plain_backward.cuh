@@ -177,7 +177,7 @@ struct plain_gradient_chunk {
             m.scores[i][j] = scores;
         }
     }
-    /// Gradients of the decayed products of queries with keys, and of keys with keys but for beta, and the parts of the
+    /// Gradients of the decayed products of queries with keys, and of keys with keys but for beta, and the terms of the
     /// product of the state with its gradient. `state`, `dstate`: before and after the chunk.
     __device__ __forceinline__ void multiply_values(float const* state, float const* dstate) const {
         int const thread = static_cast<int>(threadIdx.x);

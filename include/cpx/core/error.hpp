@@ -80,8 +80,8 @@ std::string show(F const& text) {
 /// Returns what makes a text of these texts and numbers when it is called: by `require`, on failure alone. Lives no
 /// longer than they.
 template <class... X>
-auto in_words(X const&... parts) {
-    return [&parts...] { return (show(parts) + ...); };
+auto in_words(X const&... words) {
+    return [&words...] { return (show(words) + ...); };
 }
 
 } // namespace detail

@@ -75,8 +75,8 @@ struct attention_places {
         tiles = lists.tiles();
         require(tiles < index_t{1} << 31, "attention", "tiles of rows", "less than 2^31", tiles, here);
         std::vector<index_t> listed;
-        for (auto const* part : {&lists.first, &lists.first_tile, &lists.place, &lists.row, &lists.token})
-            listed.insert(listed.end(), part->begin(), part->end());
+        for (auto const* each : {&lists.first, &lists.first_tile, &lists.place, &lists.row, &lists.token})
+            listed.insert(listed.end(), each->begin(), each->end());
         numbers = numbers_on_device(in, listed, here);
         auto const sequences = lists.first.size() - 1, segments = lists.place.size();
         index_t const *const by_sequence = numbers.data(), *const by_segment = by_sequence + 2 * (sequences + 1);

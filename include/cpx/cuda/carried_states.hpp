@@ -19,8 +19,8 @@ inline index_t tiles_of(index_t rows, index_t columns) { return (rows + 31) / 32
 /// Copies every `from` of a list to its `to`, or zeros where it is null. They do not overlap.
 inline void copy_states(std::span<kernels::state_copy const> list, cudaStream_t stream, caller here = caller::here()) {
     using items = kernels::launch_list<kernels::state_copy, 128>;
-    detail::in_launches<items>(list, [&](items const& part, unsigned count) {
-        launch(kernels::copy_states, dim3(64, count), 256, 0, stream, "copy_states", here, part);
+    detail::in_launches<items>(list, [&](items const& some, unsigned count) {
+        launch(kernels::copy_states, dim3(64, count), 256, 0, stream, "copy_states", here, some);
     });
 }
 
@@ -32,12 +32,12 @@ inline void join_states(index_t heads, index_t rows, index_t columns, index_t ma
     using items = kernels::launch_list<kernels::state_join, 128>;
     int const r = static_cast<int>(rows), c = static_cast<int>(columns);
     bool const matrix = map_columns == rows && map_rows == rows;
-    detail::in_launches<items>(list, [&](items const& part, unsigned count) {
+    detail::in_launches<items>(list, [&](items const& some, unsigned count) {
         if (matrix)
             launch(kernels::join_states, detail::dims(detail::tiles_of(rows, columns), heads, count), dim3(32, 8), 0,
-                   stream, "join_states", here, part, r, c);
+                   stream, "join_states", here, some, r, c);
         else
-            launch(kernels::scale_states, dim3(64, count), 256, 0, stream, "join_states", here, part, heads * rows, r,
+            launch(kernels::scale_states, dim3(64, count), 256, 0, stream, "join_states", here, some, heads * rows, r,
                    c, map_rows == 1);
     });
 }
@@ -47,9 +47,9 @@ inline void transpose_maps(index_t heads, index_t n, std::span<kernels::state_co
                            caller here = caller::here()) {
     if (heads * n == 0) return;
     using items = kernels::launch_list<kernels::state_copy, 128>;
-    detail::in_launches<items>(list, [&](items const& part, unsigned count) {
+    detail::in_launches<items>(list, [&](items const& some, unsigned count) {
         launch(kernels::transpose_maps, detail::dims(detail::tiles_of(n, n), heads, count), dim3(32, 8), 0, stream,
-               "transpose_maps", here, part, static_cast<int>(n));
+               "transpose_maps", here, some, static_cast<int>(n));
     });
 }
 

@@ -20,15 +20,15 @@ namespace cpx::cuda {
 
 namespace detail {
 
-/// Calls `launch(part, items)` for as many of a list as a launch takes, until there are no more.
+/// Calls `launch(some, count)` for as many of a list as a launch takes, until there are no more.
 template <class List, class T, class F>
 void in_launches(std::span<T const> list, F&& launch) {
     constexpr auto most = static_cast<std::size_t>(List::most);
-    List part; // what a launch does not read may be anything
+    List some; // what a launch does not read may be anything
     for (std::size_t first = 0; first < list.size(); first += most) {
         std::size_t const count = std::min(most, list.size() - first);
-        std::copy_n(list.begin() + static_cast<std::ptrdiff_t>(first), count, part.items);
-        launch(part, static_cast<unsigned>(count));
+        std::copy_n(list.begin() + static_cast<std::ptrdiff_t>(first), count, some.items);
+        launch(some, static_cast<unsigned>(count));
     }
 }
 /// Calls `f` with how many numbers a launch is to bring, of `count`: what is launched is copied, needed or not.
@@ -72,8 +72,8 @@ public:
         auto const& list = *reinterpret_cast<cpx::detail::lane_list const*>(numbers.data());
         with_room(numbers.size(), [&](auto room) {
             using items = kernels::launch_list<std::int64_t, room>;
-            in_launches<items>(std::span<index_t const>(numbers), [&](items const& part, unsigned) {
-                launch(kernels::list_lanes<room>, dims(list.jobs / 8 + 1), 256, 0, stream_, "list_lanes", here, part);
+            in_launches<items>(std::span<index_t const>(numbers), [&](items const& some, unsigned) {
+                launch(kernels::list_lanes<room>, dims(list.jobs / 8 + 1), 256, 0, stream_, "list_lanes", here, some);
             });
         });
     }
@@ -118,8 +118,8 @@ inline void write_numbers(std::span<index_t const> numbers, index_t* to, cudaStr
                           caller here = caller::here()) {
     detail::with_room(numbers.size(), [&](auto most) {
         using items = kernels::launch_list<std::int64_t, most>;
-        detail::in_launches<items>(numbers, [&](items const& part, unsigned count) {
-            launch(kernels::write_numbers<most>, 1, 256, 0, stream, "write_numbers", here, part, to,
+        detail::in_launches<items>(numbers, [&](items const& some, unsigned count) {
+            launch(kernels::write_numbers<most>, 1, 256, 0, stream, "write_numbers", here, some, to,
                    static_cast<int>(count));
             to += count;
         });

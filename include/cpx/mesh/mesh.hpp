@@ -18,7 +18,7 @@ namespace cpx {
 /// Axes of a mesh, and sets of them: `axis::dp | axis::cp`.
 ///
 /// Dense layers have tensor, context, data and pipeline parallelism (tp, cp, dp, pp); layers of experts have etp, ep,
-/// edp and the same pp. cp is made of ulysses, its inner part, and ring.
+/// edp and the same pp. cp is made of ulysses, its inner axis, and ring.
 enum class axis : unsigned { tp = 1, ulysses = 2, ring = 4, cp = 6, dp = 8, pp = 16, etp = 32, ep = 64, edp = 128 };
 
 constexpr axis operator|(axis a, axis b) { return axis{static_cast<unsigned>(a) | static_cast<unsigned>(b)}; }
@@ -28,7 +28,7 @@ struct mesh_sizes {
     int world = 1;
     int tp = 1, cp = 1, pp = 1;
     int ep = 1, etp = 0; ///< of experts; etp 0: not given, see `etp_of`
-    int ulysses = 1;     ///< inner part of cp: neighbours
+    int ulysses = 1;     ///< inner axis of cp: neighbours
     int chunks = 1;      ///< of layers that a pipeline rank has: more than 1 is a virtual pipeline
     /// Neighbours first, Megatron's by default. Experts have etp where tp stands, edp where dp does, and no cp.
     std::array<axis, 5> order{axis::tp, axis::cp, axis::ep, axis::dp, axis::pp};

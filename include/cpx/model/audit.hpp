@@ -92,7 +92,7 @@ struct audit_replica {
     std::vector<std::pair<audit_owner, std::uint64_t>> copies; ///< with checksums, the first owner's first
 };
 
-/// What a layer has, or a part of the model that is none. Copies count once.
+/// What a layer has, or what else of the model. Copies count once.
 struct audit_layer {
     std::string name; ///< such as `decoder.layers.3`, `embedding`
     index_t weights = 0, elements = 0, bytes = 0;
@@ -121,10 +121,10 @@ inline std::vector<audit_record> audit_records(safetensors const& file, caller h
         auto const& info = file.tensor(name, here);
         checksum64 sum;
         for (index_t first = 0; first < info.bytes.size(); first += std::ssize(block)) {
-            auto const part = std::span(block).first(
+            auto const some = std::span(block).first(
                 static_cast<std::size_t>(std::min<index_t>(std::ssize(block), info.bytes.size() - first)));
-            file.read_bytes(name, first, part, here);
-            sum.add(part);
+            file.read_bytes(name, first, some, here);
+            sum.add(some);
         }
         records.push_back({name, info.dtype, info.shape, sum.value()});
     }
@@ -154,7 +154,7 @@ public:
 
 private:
     using tensors = std::map<std::string_view, audit_record const*>;
-    using layer_place = std::pair<int, index_t>; // part of the model in order, and layer
+    using layer_place = std::pair<int, index_t>; // vision before language and so on, and layer
 
     void add(audit_fault fault, std::string_view name, std::string detail) {
         report_.problems.push_back({fault, std::string(name), std::move(detail)});
@@ -263,16 +263,16 @@ private:
     template <class Shares>
     void sum(std::string_view name, parameter_name const& known, shard_weight const& weight, Shares const& shares) {
         using enum name_family;
-        static std::map<name_family, std::pair<int, char const*>> const parts{{vision, {0, "vision_model"}},
-                                                                              {embedding, {1, "embedding"}},
-                                                                              {decoder, {2, "decoder.layers."}},
-                                                                              {final_norm, {3, "final_layernorm"}},
-                                                                              {output, {4, "output_layer"}},
-                                                                              {mtp, {5, "mtp"}},
-                                                                              {other, {6, "other"}}};
-        auto const& [part, title] = parts.at(known.family);
+        static std::map<name_family, std::pair<int, char const*>> const titles{{vision, {0, "vision_model"}},
+                                                                               {embedding, {1, "embedding"}},
+                                                                               {decoder, {2, "decoder.layers."}},
+                                                                               {final_norm, {3, "final_layernorm"}},
+                                                                               {output, {4, "output_layer"}},
+                                                                               {mtp, {5, "mtp"}},
+                                                                               {other, {6, "other"}}};
+        auto const& [order, title] = titles.at(known.family);
         bool const layer = known.family == decoder;
-        layer_place const place{part, layer ? known.layer->value : 0};
+        layer_place const place{order, layer ? known.layer->value : 0};
         auto& summary = layers_[place];
         summary.name = title + (layer ? std::to_string(known.layer->value) : std::string());
         summary.weights += !shares.empty();

@@ -10,7 +10,7 @@
 
 namespace cpx {
 
-/// FNV-1a, 64 bits: tells faults from each other, not forgeries. Bytes may come in parts.
+/// FNV-1a, 64 bits: tells faults from each other, not forgeries. Bytes may come some at a time.
 ///
 /// Source: Fowler, Noll, Vo, Eastlake, "The FNV Non-Cryptographic Hash Algorithm", RFC 9923.
 class checksum64 {

@@ -28,7 +28,7 @@ inline weight_sizes sizes_of(hf_config const& config, caller here = caller::here
         types.size(), here);
     for (index_t i = 0; i < std::ssize(types); ++i)
         s.layers.push_back({types[static_cast<std::size_t>(i)] == layer_type::linear_attention, config.moe(i)});
-    auto const any = [&](auto part, bool value) { return std::ranges::count(s.layers, value, part) > 0; };
+    auto const any = [&](auto member, bool value) { return std::ranges::count(s.layers, value, member) > 0; };
     using layer = weight_sizes::layer;
     s.hidden_size = config.hidden_size.value(here);
     s.vocab_size = config.vocab_size.value(here);

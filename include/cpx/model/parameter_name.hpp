@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What Megatron's name of a parameter says: of which part of a model it is, of which layer and of which expert.
+// What Megatron's name of a parameter says: what of a model has it, of which layer and of which expert.
 #pragma once
 
 #include <cpx/core/index.hpp>
@@ -13,7 +13,7 @@
 
 namespace cpx {
 
-/// The part of a model that has a parameter, and so which stages of a pipeline do.
+/// What of a model has a parameter, and so which stages of a pipeline do.
 enum class name_family {
     other,      ///< not known
     embedding,  ///< `embedding.`

@@ -64,7 +64,7 @@ public:
     /// Returns the name of the file, as errors give it.
     std::string const& where() const { return name_; }
 
-    /// Writes the next bytes of a tensor, row-major and little-endian: all of them, or parts one after the other.
+    /// Writes the next bytes of a tensor, row-major and little-endian: all of them, or some and then the next.
     ///
     /// Throws `cpx::error` if no such tensor was declared, if it has fewer bytes left, and if they cannot be written.
     void write(std::string_view name, std::span<std::byte const> bytes, caller here = caller::here()) {

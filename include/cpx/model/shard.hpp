@@ -145,12 +145,12 @@ inline shard_header read_shard_header(safetensors const& file, caller here = cal
     auto header = read_shard_cell(file, here);
     auto const weights = detail::parse_metadata(file, "cpx.weights", here);
     for (auto const& name : weights.keys(here)) {
-        auto const parts = weights.at(name, here).items(here);
-        if (parts.size() != 3) weights.at(name, here).fail("[dtype, shape, divided]", here);
-        auto const dtype = safetensors::dtype_of(parts[0].as<std::string>(here));
-        if (!dtype) parts[0].fail("a dtype of safetensors", here);
-        header.weights.emplace(name,
-                               shard_weight{*dtype, parts[1].as<std::vector<index_t>>(here), parts[2].as<bool>(here)});
+        auto const fields = weights.at(name, here).items(here);
+        if (fields.size() != 3) weights.at(name, here).fail("[dtype, shape, divided]", here);
+        auto const dtype = safetensors::dtype_of(fields[0].as<std::string>(here));
+        if (!dtype) fields[0].fail("a dtype of safetensors", here);
+        header.weights.emplace(
+            name, shard_weight{*dtype, fields[1].as<std::vector<index_t>>(here), fields[2].as<bool>(here)});
     }
     return header;
 }

@@ -55,7 +55,7 @@ enum class weight_form {
     linear_flat, ///< qkv, z, b, a become sections [q; k; v; z; b; a], the heads of each divided
     linear_by_key_head, ///< so do qkvz and ba, whose rows are those of one key head after another
     stacked_rows,       ///< an expert's [gate; up] of the tensor of all, as `rows`
-    stacked_columns,    ///< an expert's part of the tensor of all, as `columns`
+    stacked_columns,    ///< an expert's share of the tensor of all, as `columns`
 };
 
 /// A tensor of Hugging Face: its name, after that of its layer if it is in one, and its shape.

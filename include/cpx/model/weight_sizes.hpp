@@ -11,7 +11,7 @@
 namespace cpx {
 
 /// What decides which weights a language model of the families Qwen3, Qwen3-MoE, Qwen3-Next, Qwen3-VL and Qwen3.5 has,
-/// and their shapes: settings under the names that its config.json uses. Those of parts that it does not have are 0.
+/// and their shapes: settings under the names that its config.json uses. Those of what it does not have are 0.
 struct weight_sizes {
     /// What one decoder layer is made of.
     struct layer {
@@ -92,7 +92,7 @@ constexpr index_t size_of(weight_extent which, weight_sizes const& s) {
 
 namespace detail {
 
-/// Throws `cpx::error` for sizes that no weight can have: those that parts present need and that are below 1 or above
+/// Throws `cpx::error` for sizes that no weight can have: those that are needed and are below 1 or above
 /// 2^30, heads that do not divide, and more than one layer of multi-token prediction, whose names nobody has settled.
 inline void check(weight_sizes const& s, caller here) {
     constexpr index_t most = 1 << 30; // sums of products of two of them do not overflow

@@ -117,7 +117,7 @@ detail::refused expert_balance(X const& = {}, detail::any = {}, detail::any = {}
 
 /// Adds the gradient of a `balance_loss` to that of this rank's logits, which `moe_backward` takes: (rows, experts).
 ///
-/// of, sharding: those of the loss, on its rank; dloss: the gradient of what it is part of, such as its coefficient.
+/// of, sharding: those of the loss, on its rank; dloss: the gradient of what it is a term of, such as its coefficient.
 /// Choices have no gradient, probabilities do. Throws `cpx::error` if shapes do not fit.
 template <class T, any_sharding S>
 void balance_loss_backward(balance_loss<T> const& of_batch, expert_choices<T> const& of, S const& sharding,

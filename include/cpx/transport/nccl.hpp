@@ -123,7 +123,7 @@ public:
         check(ncclCommCuDevice(comm, &device), "ncclCommCuDevice", here);
         std::array<char, 16> mine; // a name for the page of all ranks, which is that of rank 0
         std::random_device random;
-        for (char& part : mine) part = static_cast<char>(random());
+        for (char& byte : mine) byte = static_cast<char>(random());
         std::unique_ptr<nccl> made(new nccl(rank, count_to(ranks, here), deadline, detail::page_name(mine), here));
         require(made->device_ == device, "nccl::adopt", "current device", device, made->device_, here);
         made->comm_ = std::make_unique<detail::watched_comm>(comm, device, made->deadline_, nullptr, then);
