@@ -196,9 +196,11 @@ std::vector<std::vector<float>> to_experts(choosing const& of, S const& sharding
     at.template to_tokens<float>(there.view(), wide.view());
     keep(wide.view());
     cpx::row_buffer<float, M> const& back = wide;
-    keep(at.template to_experts<float>(back.view(), width).view());
+    auto const again = at.template to_experts<float>(back.view(), width);
+    keep(again.view());
     auto const of_all = cpx::expert_exchange<All>::of_rows(at, all);
-    keep(of_all.template to_experts<float>(there.view(), width).view());
+    auto const everywhere = of_all.template to_experts<float>(there.view(), width);
+    keep(everywhere.view());
     found.emplace_back(of_all.places().begin(), of_all.places().end());
     if (std::ssize(places) > 1 && of.choices > 1)
         rejects({"nccl_tensors.cu", "expert_rows: stride of x: expected its width"}, [&] {

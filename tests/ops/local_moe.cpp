@@ -313,9 +313,9 @@ TEST_SUITE("ops") {
                 auto const start = bits::uniform<T>(experts * out, in, 4);
                 auto const add = [&](size first, size count, rows<T> dweight) {
                     cpx::expert_rows const at(chosen.view().sub(first, count), experts);
-                    cpx::expert_linear_backward_weight<T>(
-                        at.begins(), at.to_experts<T>(dy.view().sub(first, count), out).view(),
-                        at.to_experts<T>(x.view().sub(first, count), in).view(), dweight);
+                    auto const of_dy = at.to_experts<T>(dy.view().sub(first, count), out);
+                    auto const of_x = at.to_experts<T>(x.view().sub(first, count), in);
+                    cpx::expert_linear_backward_weight<T>(at.begins(), of_dy.view(), of_x.view(), dweight);
                 };
                 auto all = start, in_turn = start, plain = start;
                 add(0, n, all.view());
