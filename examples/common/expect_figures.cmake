@@ -9,10 +9,12 @@
 #     tiny_qwen3_5_moe  2.551   0.1902   1.817   0.7868
 #     tiny_qwen3_5_vl   1.258   0.07069  1.033   0.5107
 #     tiny_qwen3_vl     0.09576 0.02439  0.05925 0.03449
+# A gradient of zeros would be off by 1: where twice transformers' mean says less than that, 5 quarters of what was seen
+# do (0.596, 0.583 and 0.298).
 # The loss is a mean of log-probabilities, so it cannot be off by more than these on average.
-set(twice_tiny_qwen3_5 3.170 0.2431 2.254 1.160)
-set(twice_tiny_qwen3_5_moe 5.102 0.3804 3.634 1.573)
-set(twice_tiny_qwen3_5_vl 2.516 0.1413 2.065 1.021)
+set(twice_tiny_qwen3_5 3.170 0.2431 2.254 0.745)
+set(twice_tiny_qwen3_5_moe 5.102 0.3804 3.634 0.729)
+set(twice_tiny_qwen3_5_vl 2.516 0.1413 2.065 0.373)
 set(twice_tiny_qwen3_vl 0.1915 0.04878 0.1185 0.06897)
 set(max_abs_delta 1e-3) # in float32
 set(mean_abs_delta 5e-5)

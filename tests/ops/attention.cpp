@@ -6,6 +6,9 @@
 #include <ops/attention.hpp>
 #include <support/rejects.hpp>
 
+#include <cmath>
+#include <limits>
+
 namespace {
 
 using namespace on_ranks;
@@ -122,6 +125,8 @@ TEST_SUITE("ops") {
         auto const rejects = [](std::string const& passage, auto const& f) {
             support::rejects({"attention.cpp", "attention: " + passage}, f);
         };
+        for (double const scale : {HUGE_VAL, std::numeric_limits<double>::quiet_NaN()})
+            rejects("scale: expected a number", [&] { cpx::attention(q, k, k, grouped, scale, o); });
         rejects("query heads: expected a multiple of the key heads 3, got 4", call(q, k, k, o, {4, 3, 2}));
         rejects("key heads: expected at least 1, got 0", call(q, k, k, o, {4, 0, 2}));
         rejects("query heads: expected at least 1, got 0", call(q, k, k, o, {0, 2, 2}));

@@ -7,6 +7,8 @@
 #include <ops/reference.hpp>
 #include <support/rejects.hpp>
 
+#include <limits>
+
 namespace {
 
 using namespace on_ranks;
@@ -240,6 +242,11 @@ TEST_SUITE("ops") {
         three.config.heads = {2, 3, 4, 6};
         support::rejects({"gated_delta_net: value heads: expected a multiple of the key heads 2, got 3"},
                          call(three, x, x));
+        for (double const eps : {-1.0, std::numeric_limits<double>::quiet_NaN()}) {
+            auto wrong_eps = p;
+            wrong_eps.config.eps = eps;
+            support::rejects({"gated_delta_net: eps: expected 0 or above"}, call(wrong_eps, x, x));
+        }
         support::rejects({"head_sharded: heads of section 0: expected a divisor of 3, got 2"},
                          [&] { cpx::head_sharded<>(2, batch, three.config.sections()); });
     }

@@ -6,6 +6,7 @@
 #include <cpx/ops/local/attention.hpp>
 #include <cpx/plan/segments.hpp>
 
+#include <cmath>
 #include <concepts>
 
 namespace cpx {
@@ -122,6 +123,7 @@ void attend(sharded<T const, Q, M> const& q, sharded<T const, K, M> const& k, sh
             rows_or_list<typename M::template sum<T>> const& numbers, caller here) {
     char const* const where = "attention";
     attended_heads const at = require_heads(where, q, k, heads, here);
+    require(std::isfinite(scale), where, "scale", "a number", scale, here);
     require_read_heads(where, at, here);
     require_shape(where, "q", q.data(), q.sharding().rows(q.rank()), at.query_width(), here);
     require_beside(where, "o", o, q, "that of q", at.query_width(), here);

@@ -7,6 +7,7 @@
 #include <cpx/ops/gated_delta_rule_backward.hpp>
 #include <cpx/ops/sections.hpp>
 
+#include <cmath>
 #include <optional>
 #include <span>
 #include <utility>
@@ -76,6 +77,7 @@ inline gated_delta_net_config const& checked(gated_delta_net_config const& confi
     index_t const columns = columns_of(where, config.sections(), here);
     require(config.kernel >= 1, where, "kernel", "at least 1", config.kernel, here);
     require(config.chunk >= 1, where, "chunk", "at least 1", config.chunk, here);
+    require(config.eps >= 0 && std::isfinite(config.eps), where, "eps", "0 or above", config.eps, here);
     product(where, "columns x kernel", {columns, config.kernel}, here);
     product(where, "columns x hidden", {columns, config.hidden}, here);
     return config;

@@ -20,6 +20,8 @@ template <class R>
 void check_model(char const* where, R const& r, caller here) {
     if constexpr (requires { r.check(where, here); }) r.check(where, here);
     state_shape const all = r.states();
+    require(all.map == map_kind::matrix || all.map == map_kind::vector || all.map == map_kind::number, where, "map",
+            "a matrix, a vector or a number", "another kind", here);
     for (recurrence_input const& i : r.inputs()) {
         require_groups(where, "heads", all.heads, (std::string("heads of ") + i.name).c_str(), i.heads, here);
         product(where, "heads x width", {i.heads, i.width}, here);
