@@ -67,7 +67,7 @@ public:
         }
     }
 
-    /// Returns a weight's name in the file: beside a tower, the language model's weights begin with a name of their own.
+    /// Returns a weight's name in the file: beside a tower, the language model's weights have a prefix of their own.
     std::string file_name(std::string const& name) const {
         return name.starts_with("model.") ? prefix_ + name.substr(6) : name;
     }
