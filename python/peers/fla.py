@@ -4,8 +4,8 @@
     python3 python/peers/fla.py CHECKOUT [-k EXPRESSION]
 
 The reference, of one rank, is the peer's: its kernels on a GPU, its functions of plain torch elsewhere. But on GPUs
-that of the delta rule is cpx's of one rank: what the peer's test allows between its own results, 3e-3, is less than two
-kernels that round to bfloat16 differ by, of which each is as far from float32. On GPUs its tests start processes, which
+that of the delta rule is cpx's of one rank: the peer's test allows 3e-3 between its own results, and a kernel that
+rounds to bfloat16 is as far from float32, so that two kernels differ by more. On GPUs its tests start processes, which
 this file enters again to put cpx there too.
 """
 

@@ -31,6 +31,7 @@ import cpx  # noqa: E402
 import cpx.torch as ct  # noqa: E402
 from cpx.dropin import fla, megatron, miles, twinkle  # noqa: E402
 from cpx.torch import _group  # noqa: E402
+from products import FixedProduct  # noqa: E402
 
 rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
@@ -770,27 +771,6 @@ def test_a_gated_delta_net_is_the_hosts_with_its_gradients(comm, how, dtype, hea
                 assert got.dtype == w.dtype
                 near("d" + name, summed(got), expected, most)
     comm.wait()
-
-
-class FixedProduct(torch.autograd.Function):
-    """x W^T, an element one sum in the order of k: its bits are the same whatever other rows there are."""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return FixedProduct.of(x, weight.t())
-
-    @staticmethod
-    def backward(ctx, dy):
-        x, weight = ctx.saved_tensors
-        return FixedProduct.of(dy, weight), dy.t() @ x
-
-    @staticmethod
-    def of(a, b):
-        total = a.new_zeros(a.shape[0], b.shape[1])
-        for k in range(b.shape[0]):
-            total = total + a[:, k, None] * b[k]
-        return total
 
 
 @pytest.mark.parametrize("how", ["serial", "heads"])

@@ -27,6 +27,7 @@ import cpx.torch as ct  # noqa: E402
 import ranks  # noqa: E402
 from cpx import _ext  # noqa: E402
 from cpx.torch import _group, _objects, _operator  # noqa: E402
+from products import FixedProduct  # noqa: E402
 
 batch = cpx.thd([0, 5, 5, 6, 70, 147])
 heads = cpx.Heads(2, 4, 8, 6)
@@ -236,27 +237,6 @@ def layer_weights(dtype=torch.float64):
         name: numbers(*shape, dtype=dtype, seed=n).requires_grad_()
         for n, (name, shape) in enumerate(zip(cpx.gated_delta_net.parameters, shapes))
     }
-
-
-class FixedProduct(torch.autograd.Function):
-    """x W^T, an element one sum in the order of k: its bits are the same whatever other rows there are."""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return FixedProduct.of(x, weight.t())
-
-    @staticmethod
-    def backward(ctx, dy):
-        x, weight = ctx.saved_tensors
-        return FixedProduct.of(dy, weight), dy.t() @ x
-
-    @staticmethod
-    def of(a, b):
-        sum = a.new_zeros(a.shape[0], b.shape[1])
-        for k in range(b.shape[0]):
-            sum = sum + a[:, k, None] * b[k]
-        return sum
 
 
 def layered(sharding, how, linear):
