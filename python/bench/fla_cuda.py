@@ -82,6 +82,7 @@ def main():
             return lambda x, w: by(x, w, activation="silu", cp_context=context)[0]
 
         x, w = torch.randn(1, rows, 8192, **kind), torch.randn(8192, 4, **kind) / 2
+        dist.broadcast(w, 0)  # the peer gives tokens before a rank their gradients by the weights of the rank behind
         measure(
             f"convolution, {about}", convolve(ours.causal_conv1d, contexts[0]), convolve(causal_conv1d, contexts[1]),
             [x, w]

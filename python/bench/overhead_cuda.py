@@ -3,7 +3,6 @@
 ones: one rank, or several by torchrun. An argument: the path of bench.cuda.delta_rule_calls, of which one rank prints
 C++'s times of the delta rule before and behind its own, of a cool device and of a warm one."""
 
-import itertools
 import os
 import statistics
 import subprocess
@@ -159,6 +158,45 @@ def backward(call, x):
     y.backward(y.detach())
 
 
+def new_packings(say, comm):
+    """Prints what packings of 32768 tokens in 64 sequences cost the host when they are seen first, beyond the same
+    calls of ones that are known: exchanges between zigzag and sequential, there and back, a convolution and a delta
+    rule; the device has other work for 10 ms. Beside it bench.cuda.new_packing measures C++."""
+    hidden, heads, key = 2048, (16, 32), 128
+    kind = {"device": device, "dtype": torch.bfloat16}
+    most = 32768 // world + 64
+    unit = torch.nn.functional.normalize
+    x, weight = torch.randn(most, hidden, **kind), torch.randn(hidden, 4, **kind)
+    q, k = (unit(torch.randn(most, heads[0], key, **kind), dim=-1) for _ in range(2))
+    v = torch.randn(most, heads[1], key, **kind)
+    g, beta = -torch.rand(most, heads[1], device=device), torch.rand(most, heads[1], device=device)
+    made, fresh, known = [], [], []
+    for i in range(240):
+        lengths = [512] * 64
+        lengths[0] += 100 + i % 500
+        lengths[1] -= i % 500
+        lengths[-1] -= 100
+        begin = time.perf_counter()
+        batch = cpx.thd.from_lengths(lengths)
+        a, b = cpx.shard(batch, cpx.zigzag(world)), cpx.shard(batch, cpx.sequential(world))
+        made.append(time.perf_counter() - begin)
+        here, there = a.rows(rank), b.rows(rank)
+        before, inner = x[:here], [t[:there] for t in (q, k, v, g, beta)]
+        for took in (fresh, known):
+            torch.cuda._sleep(20_000_000)
+            begin = time.perf_counter()
+            y = ct.exchange(before, ct.relayout(a, b, comm), comm)
+            ct.causal_conv1d(y, weight, ct.halo(b, comm, 3), comm, None, "silu")
+            ct.gated_delta_rule(*inner, ct.carry(b, comm, "serial"), comm)
+            z = ct.exchange(y, ct.relayout(b, a, comm), comm)
+            took.append(time.perf_counter() - begin)
+            torch.cuda.synchronize()
+        assert torch.equal(z, before)
+    made, fresh, known = (statistics.median(t[40:]) * 1e6 for t in (made, fresh, known))
+    say(f"a packing, us: four calls of one that is known {known:.1f}, of a new one {fresh:.1f}, "
+        f"{fresh - known:.1f} more; its offsets and shardings {made:.1f}; exchanges by {comm.exchange_path}")
+
+
 def main():
     torch.cuda.set_device(device)
     at = {} if world > 1 else {"init_method": f"file://{tempfile.mkdtemp()}/store", "rank": 0, "world_size": 1}
@@ -190,23 +228,7 @@ def main():
         x = x.clone().requires_grad_()
         say(f"{name:30} {forward:10.3f} {milliseconds(lambda: backward(call, x)):22.3f}")
     comm.wait()
-    others = [cpx.thd.from_lengths([n, 40 - n]) for n in range(1, 40)]
-    pairs = [(cpx.shard(b, cpx.zigzag(world)), cpx.shard(b, cpx.sequential(world))) for b in others]
-    plans = [ct.relayout(*pair, comm) for pair in pairs]
-    rows = [torch.randn(pair[0].rows(rank), 8, device=device) for pair in pairs]
-    results = [torch.empty(pair[1].rows(rank), 8, device=device) for pair in pairs]
-    at = itertools.cycle(zip(plans, rows, results))
-
-    def next_packing():
-        plan, x, _ = next(at)
-        ct.exchange(x, plan, comm)
-
-    def next_alone():
-        plan, x, y = next(at)
-        _ext.exchange(plan.of, x, y, comm.of)
-
-    for name, call in {"exchange, another packing": next_packing, "the extension's call alone": next_alone}.items():
-        say(f"{name:30} {microseconds(call):10.1f}")
+    new_packings(say, comm)
     comm.wait()
     comm.of.leave()
     dist.destroy_process_group()
