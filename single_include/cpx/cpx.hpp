@@ -782,7 +782,8 @@ public:
         requires requires(X& x) { requires std::convertible_to<decltype(x.data()), rows<T>>; }
     rows_or_list(X& tensor) : rows_(tensor.data()) {}
     template <class X>
-        requires requires(X& x) { requires std::convertible_to<decltype(x.view()), rows<T>>; }
+        requires(!requires(X& x) { x.data(); }) &&
+                requires(X& x) { requires std::convertible_to<decltype(x.view()), rows<T>>; }
     rows_or_list(X& buffer) : rows_(buffer.view()) {}
     template <class R>
         requires std::is_convertible_v<R, std::span<T>>

@@ -701,6 +701,7 @@ using ids = cpx::sharded<int const, zigzag>;
 // expect: make_tensor<T>.sharding, rank, width. wants a sharding
 // expect: make_tensor<T>.sharding, rank, width. wants a sharding
 // expect: make_tensor<T>.sharding, rank, width. wants a sharding
+// expect: make_tensor<T>.sharding, rank, width. wants a sharding
 // expect: exchange.plan, x, comm. wants a relayout_plan, a tensor and a cpx::transport
 void of_refused_tensors(held_twice x, cpx::halo_plan<zigzag> const& plan, list w, cpx::tensor<char, everywhere>& keys,
                         cpx::threads& comm) {
@@ -708,6 +709,8 @@ void of_refused_tensors(held_twice x, cpx::halo_plan<zigzag> const& plan, list w
     cpx::attention(x, x, cpx::make_tensor<float>(8ul, 4), heads, 1, x);
     cpx::shift_rows(plan, x, cpx::make_tensor<float>(8l, 4), comm);
     cpx::causal_conv1d(plan, x, w, {}, silu, cpx::make_tensor<float>(8.0, 4), comm);
+    auto taps_of_a_number = cpx::make_tensor<float>(8.0f, 4);
+    cpx::causal_conv1d(plan, x, taps_of_a_number, taps_of_a_number, silu, x, comm);
     cpx::attention(cpx::exchange(keys, x, comm), x, x, heads, 1, x);
     cpx::tensor<char, zigzag> const brought = cpx::exchange(keys, x, comm); // said above
 }
