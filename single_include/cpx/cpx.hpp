@@ -258,9 +258,14 @@ namespace cpx::detail {
 /// A parameter that takes any argument, lists in braces too, where no other overload does.
 struct any {
     any() = default;
-    template <class X>
-    constexpr any(X const&) {}
+    template <class... X>
+    constexpr any(X const&...) {} // of several, too: g++ takes names in braces for these
     constexpr any(std::initializer_list<any>) {}
+};
+
+/// The first field of a struct whose others are given by name only: numbers in braces do not make one.
+struct by_name {
+    by_name() = default;
 };
 
 /// The result of a call that has been refused. What is done with it is no second mistake: loops over it, calls of it,
@@ -712,9 +717,10 @@ public:
                 "a multiple of the width " + std::to_string(width), std::ssize(list), here);
     }
 
-    template <class X>
-        requires(!std::is_convertible_v<X&, rows>)
-    explicit rows(X const&, detail::any = {}) {
+    template <class X, class... More>
+        requires((sizeof...(More) == 0 || sizeof...(More) > 2) && !(std::same_as<More, caller> || ...) &&
+                 !std::is_convertible_v<X&, rows>)
+    explicit rows(X const&, detail::any = {}, More const&...) {
         static_assert(detail::never<X>,
                       "cpx: rows(list, width) wants a vector and the width of a row, or rows(pointer, count, width); "
                       "of other lists write rows<T>(list, width), of a tensor its data()");
@@ -762,8 +768,8 @@ private:
     index_t count_ = 0, width_ = 0, stride_ = 0;
 };
 
-/// What an operator takes that knows the width of the rows: rows, a tensor of them, or their elements in a vector,
-/// array or span.
+/// What an operator takes that knows the width of the rows: rows, a tensor or row_buffer of them, or their elements in
+/// a vector, array or span.
 template <class T>
 class rows_or_list {
 public:
@@ -775,6 +781,10 @@ public:
     template <class X>
         requires requires(X& x) { requires std::convertible_to<decltype(x.data()), rows<T>>; }
     rows_or_list(X& tensor) : rows_(tensor.data()) {}
+    template <class X>
+        requires(!requires(X& x) { x.data(); }) &&
+                requires(X& x) { requires std::convertible_to<decltype(x.view()), rows<T>>; }
+    rows_or_list(X& buffer) : rows_(buffer.view()) {}
     template <class R>
         requires std::is_convertible_v<R, std::span<T>>
     rows_or_list(R&& list) : list_(std::forward<R>(list)), is_list_(true) {}
@@ -798,7 +808,7 @@ rows(std::vector<T>&, index_t) -> rows<T>;
 template <class T>
 rows(std::vector<T> const&, index_t) -> rows<T const>;
 template <class X>
-rows(X const&, detail::any = {}) -> rows<detail::refused>;
+rows(X const&, detail::any = {}, ...) -> rows<detail::refused>;
 template <class X = detail::any>
 rows() -> rows<X>;
 
@@ -1412,6 +1422,12 @@ public:
             end = start(s) + batch_.length(s);
         }
     }
+    template <class X = void>
+    explicit packing(detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
+        static_assert(detail::never<X>,
+                      "cpx: packing(batch, starts, buffer_rows) wants a cpx::thd, a vector of index_t "
+                      "and a number; packing_from_mask makes one of a mask");
+    }
 
     thd const& batch() const { return batch_; }
     index_t start(index_t s) const { return starts_[static_cast<std::size_t>(s)]; }
@@ -1824,6 +1840,9 @@ public:
     }
     std::span<T> elements() & { return {values_.data(), static_cast<std::size_t>(count_ * width_)}; }
     std::span<T const> elements() const& { return {values_.data(), static_cast<std::size_t>(count_ * width_)}; }
+    operator std::span<T>() & { return elements(); }
+    operator std::span<T const>() const& { return elements(); }
+    operator std::span<T const>() const&& = delete;
     index_t count() const { return count_; }
     index_t width() const { return width_; }
 
@@ -3051,8 +3070,13 @@ using said_of = std::conditional_t<std::same_as<std::remove_const_t<T>, refused>
                                    sharded<std::remove_const_t<T>, S, M>>;
 template <class Of>
 no_tensor<Of> no_field() {
-    static_assert(never<Of>, "cpx: a struct of tensors lacks one, or is given what is none; view other memory as "
-                             "sharded(rows, sharding, rank)");
+    constexpr bool told = !std::same_as<Of, rows<refused>>;
+    static_assert(never<Of> || told,
+                  "cpx: a struct of tensors cannot tell its type: it lacks one, its first is none, those in braces "
+                  "differ, or names tell clang++ nothing; write it, as in delta_rule_tensors<float, "
+                  "sharding<zigzag<4>>>{.q = q}, and view other memory as sharded(rows, sharding, rank)");
+    static_assert(never<Of> || !told, "cpx: a struct of tensors lacks one, or is given what is none; view other memory "
+                                      "as sharded(rows, sharding, rank)");
     return {};
 }
 
@@ -3077,7 +3101,8 @@ View view_field(X&& x) {
     throw;
 }
 
-/// What a struct of tensors deduces from its first one; if that is none, its field says so.
+/// What a struct of tensors deduces from its first one; if that is none, its field says so. For names in braces
+/// clang++, until it deduces aggregates, fits nothing but a guide from `...`.
 template <class X>
 struct first_field {
     using element = refused;
@@ -3322,7 +3347,7 @@ public:
         : tensor(unfit<X>()) {}
     template <class U, any_sharding R, any_memory N>
     tensor(tensor<U, R, N> const&) : tensor(unfit<U>()) {}
-    template <class X>
+    template <class X = detail::any>
     tensor& operator=(X const&) {
         return unfit<X>();
     }
@@ -3532,6 +3557,7 @@ constexpr axis operator|(axis a, axis b) { return axis{static_cast<unsigned>(a) 
 
 /// Sizes of a mesh. dp and edp are what remains.
 struct mesh_sizes {
+    detail::by_name names{}; ///< none: sizes have names, `{8, 2}` is no mesh_sizes
     int world = 1;
     int tp = 1, cp = 1, pp = 1;
     int ep = 1, etp = 0; ///< of experts; etp 0: not given, see `etp_of`
@@ -3596,9 +3622,9 @@ public:
                         here);
     }
 
-    template <class X = void>
-    explicit constexpr mesh(detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
-        static_assert(detail::never<X>, "cpx: mesh wants its sizes by name: mesh({.world = 8, .cp = 2})");
+    template <class... X>
+    constexpr mesh(X const&...) { // also of numbers in braces, which no mesh_sizes takes
+        static_assert(detail::never<X...>, "cpx: mesh wants its sizes by name: mesh({.world = 8, .cp = 2})");
     }
 
     constexpr int world() const { return world_; }
@@ -5184,6 +5210,12 @@ consteval auto routes() {
     } else {
         return std::array<route, 0>{};
     }
+}
+
+template <class X = void>
+consteval detail::refused routes() {
+    static_assert(detail::never<X>, "cpx: routes wants two layouts: routes<zigzag<4>, sequential<4>>()");
+    return {};
 }
 
 /// The same of two layouts that are given: `routes(zigzag<4>{}, sequential<4>{})`.
@@ -8176,11 +8208,11 @@ public:
 template <class Untold>
 class movement<Untold, Untold, detail::no_transport> : public detail::refused {
 public:
+    movement(detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
+             detail::any = {}) {}
     static_assert(detail::never<Untold>,
                   "cpx: a movement cannot tell its elements; write make_movement<float>(from, to, "
                   "width, capacity, comm), or of a plan make_movement<float>(plan, width, ...)");
-    template <class... X>
-    movement(X const&...) {}
 };
 template <class X = detail::any>
 movement(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {})

@@ -92,6 +92,7 @@ cpx::tensor const untold(zigzag, 0, 2);
 // expect: a movement cannot tell its elements
 void moves_untold(cpx::threads& comm) {
     cpx::movement move(zigzag, zigzag, comm);
+    cpx::movement of_a_capacity_in_braces(zigzag, 4, {8, 8}, comm); // said above
     auto x = move(zigzag);
 }
 #endif

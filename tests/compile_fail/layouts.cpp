@@ -118,9 +118,11 @@ auto const no_batch = cpx::shard(std::vector<int>{0, 4}, cpx::zigzag<4>{});
 // expect: make_tensor<T>.sharding, rank, width. wants a sharding
 auto const no_sharding = cpx::make_tensor<float>(cpx::thd(), 0, 1);
 // expect: a tensor is made of a sharding of its type
+// expect: a tensor is made of a sharding of its type
 void assigned(cpx::tensor<float, cpx::sharding<cpx::zigzag<4>>>& x,
               cpx::tensor<float, cpx::sharding<cpx::sequential<4>>> const& y) {
     x = y;
+    x = {};
 }
 // expect: relayout.from, to, rank. wants two shardings
 auto const plan = cpx::relayout(cpx::thd(), cpx::thd(), 0);
@@ -194,6 +196,8 @@ cpx::rows<float const> const of_type_without_width(values);
 // expect: rows.list, width. wants a vector and the width of a row
 cpx::rows<float> const of_a_pointer(tensor.elements().data(), 4);
 cpx::rows<float> const of_the_tensor(tensor);
+// expect: rows.list, width. wants a vector and the width of a row
+cpx::rows<int> const of_five_numbers(0, 1, 2, 3, 4);
 // expect: rows of a pointer to other elements, or to const
 // expect: rows of a pointer to other elements, or to const
 cpx::rows<double> const of_other_elements(tensor.elements().data(), 1, 1);
@@ -211,7 +215,13 @@ void packs(cpx::packing const& p) { cpx::pack(p, tensor, tensor); }
 // expect: guess_rows.rows, ranks, padded, valid. wants two numbers
 auto const guessed = cpx::guess_rows(numbers, 4, 16);
 // expect: mesh wants its sizes by name
-cpx::mesh const of_sizes(8, 2);
+// expect: mesh wants its sizes by name
+cpx::mesh const of_sizes(8, 2), of_a_list({8, 2}); // once
+cpx::mesh const of_one_size({8});
+// expect: packing.batch, starts, buffer_rows. wants a cpx::thd
+cpx::packing const of_no_starts(cpx::thd({0, 4}));
+// expect: routes wants two layouts
+auto const from_alone = cpx::routes<cpx::zigzag<4>>();
 // expect: a tensor is made of a sharding of its type
 cpx::tensor<float, cpx::sharding<cpx::zigzag<4>>> const moved_elsewhere = cpx::make_tensor<float>(sharding, 0, 1);
 // expect: table wants the number of ranks and the rank of every chunk

@@ -270,6 +270,12 @@ void weights_of_a_tensor(cpx::halo_plan<zigzag> const& plan, view<zigzag> x, cpx
                          cpx::threads& comm) {
     cpx::causal_conv1d(plan, x, w, w.elements(), silu, x, comm);
 }
+void weights_of_buffers(cpx::halo_plan<zigzag> const& plan, cpx::tensor<float, zigzag>& x,
+                        cpx::row_buffer<float> const& w, cpx::row_buffer<float>& sums, cpx::threads& comm) {
+    cpx::causal_conv1d(plan, x, w, w, silu, x, comm);
+    cpx::causal_conv1d(plan, x, sums, sums, silu, x, comm);
+    cpx::causal_conv1d_backward(plan, plan, x, w, w, silu, x, cpx::causal_conv1d_gradients{x, sums, sums}, comm);
+}
 void pairs(cpx::rows<float> x, std::vector<float> const& f, std::vector<int> const& axes, labels_of at) {
     cpx::rotary_pairs const of_each{f}, of_three(f, axes), by_rounding{f, {}, cpx::rounding::fp32_inside};
     cpx::rotary_pairs<double> const of_floats{{f.begin(), f.end()}, axes};
@@ -398,12 +404,14 @@ void features(cpx::sharded_positions<zigzag> const& positions, held_twice x) {
 // expect: mean_token_loss_backward.loss, labels, upstream, dlogp. wants what the forward returned
 // expect: mean_token_loss_backward.loss, labels, upstream, dlogp. wants what the forward returned
 // expect: balance_loss_backward.loss, of, sharding, dloss, dlogits. wants the expert_choices
+// expect: balance_loss_backward.loss, of, sharding, dloss, dlogits. wants the expert_choices
 void losses(held_twice logp, labels_of labels, cpx::threads& comm) {
     auto const loss = cpx::mean_token_loss(logp, labels, comm);
     cpx::mean_token_loss_backward(loss, labels, 1, logp);
     cpx::mean_token_loss_backward({}, logp, logp);
     cpx::mean_token_loss_backward(labels, {}, 1, logp);
     cpx::balance_loss_backward(cpx::expert_choices<float>(), cpx::balance_loss<float>(), logp.sharding(), 1, logp);
+    cpx::balance_loss_backward({}, {}, logp.sharding(), 1, logp);
 }
 
 // expect: mrope_positions.media, ids, tokens, comm. wants cpx::media
@@ -483,13 +491,19 @@ void states(held_twice x, std::vector<float>& list, cpx::rows<float const> read,
 }
 
 // What could deduce nothing is refused once a unit, with the calls that it goes to.
-// expect: a struct of tensors lacks one, or is given what is none
+// expect: a struct of tensors cannot tell its type
 void nothing(cpx::halo_plan<zigzag> const& plan, held_twice x, list w, cpx::threads& comm) {
     cpx::causal_conv1d_backward(plan, plan, x, w, w, silu, x, cpx::causal_conv1d_gradients{}, comm);
 }
 void of_lists_alone(std::vector<float>& x, cpx::rows<float> state, cpx::delta_rule_saved<float>& saved) {
     cpx::causal_conv1d_gradients of_rows{x, x, x};
     cpx::delta_rule_tensors of_states{x, x, x, x, x, x, state, state, &saved};
+}
+void by_name(held_twice x, cpx::tensor<float, sequential>& other) {
+    cpx::recurrence_gradients of_two{x, {x, other}};
+    cpx::delta_rule_tensors of_names{.q = x, .k = x, .v = x, .g = x, .beta = x, .o = x}; // good, not to clang++
+    cpx::recurrence_tensors of_inputs{.x = {x, x}, .o = x};
+    cpx::causal_conv1d_gradients of_one{.dx = x};
 }
 
 void swapped(cpx::carry_plan<cpx::scan, zigzag> const& plan, cpx::head_decay_attention const& r, held_twice x,
@@ -607,6 +621,16 @@ void names(cpx::tensor<double, zigzag>& x, std::vector<double>& list,
     cpx::make_movement<double>(list, list, 8, {.rows = 8}, comm);
 }
 
+// Names that are misspelt: to g++ alone a list for `any`.
+// expect: attention.q, k, v, heads, scale, o. wants tensors
+void misspelt(cpx::tensor<short, zigzag>& x, cpx::tensor<short, everywhere>& k) {
+#ifdef __clang__
+    cpx::attention(x, k, k, {}, 1);
+#else
+    cpx::attention(x, k, k, {.query_heads = 4, .kv_heads = 2}, 1, x);
+#endif
+}
+
 // expect: local_rows.sharding, rank, sections, weight. wants a sharding
 // expect: add_local_rows.sharding, rank, sections, local, weight. wants a sharding
 // expect: sum_readers<T>.sharding, shared, readers, width, terms, sums, comm. wants rows
@@ -677,6 +701,7 @@ using ids = cpx::sharded<int const, zigzag>;
 // expect: make_tensor<T>.sharding, rank, width. wants a sharding
 // expect: make_tensor<T>.sharding, rank, width. wants a sharding
 // expect: make_tensor<T>.sharding, rank, width. wants a sharding
+// expect: make_tensor<T>.sharding, rank, width. wants a sharding
 // expect: exchange.plan, x, comm. wants a relayout_plan, a tensor and a cpx::transport
 void of_refused_tensors(held_twice x, cpx::halo_plan<zigzag> const& plan, list w, cpx::tensor<char, everywhere>& keys,
                         cpx::threads& comm) {
@@ -684,6 +709,8 @@ void of_refused_tensors(held_twice x, cpx::halo_plan<zigzag> const& plan, list w
     cpx::attention(x, x, cpx::make_tensor<float>(8ul, 4), heads, 1, x);
     cpx::shift_rows(plan, x, cpx::make_tensor<float>(8l, 4), comm);
     cpx::causal_conv1d(plan, x, w, {}, silu, cpx::make_tensor<float>(8.0, 4), comm);
+    auto taps_of_a_number = cpx::make_tensor<float>(8.0f, 4);
+    cpx::causal_conv1d(plan, x, taps_of_a_number, taps_of_a_number, silu, x, comm);
     cpx::attention(cpx::exchange(keys, x, comm), x, x, heads, 1, x);
     cpx::tensor<char, zigzag> const brought = cpx::exchange(keys, x, comm); // said above
 }

@@ -414,6 +414,9 @@ TEST_SUITE("ops") {
                          call(plan, x, std::span(weight).first(11), {}, y));
         CHECK(support::message(call(plan, x, w, bias, y)) == "");
         CHECK(support::message(call(plan, x, weight, bias, y)) == "");
+        cpx::row_buffer<float> const own_weight(3, 4), turned(4, 3), own_bias(1, 3);
+        CHECK(support::message(call(plan, x, own_weight, own_bias, y)) == "");
+        support::rejects({taps + "(3, 4), the plan bringing 3 rows, got (4, 3)"}, call(plan, x, turned, {}, y));
 
         // In place it would read what it has written.
         support::rejects({"causal_conv1d.cpp", "causal_conv1d: overlap of y and x: expected none, got some"},

@@ -50,6 +50,12 @@ public:
             end = start(s) + batch_.length(s);
         }
     }
+    template <class X = void>
+    explicit packing(detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
+        static_assert(detail::never<X>,
+                      "cpx: packing(batch, starts, buffer_rows) wants a cpx::thd, a vector of index_t "
+                      "and a number; packing_from_mask makes one of a mask");
+    }
 
     thd const& batch() const { return batch_; }
     index_t start(index_t s) const { return starts_[static_cast<std::size_t>(s)]; }

@@ -21,9 +21,14 @@ namespace cpx::detail {
 /// A parameter that takes any argument, lists in braces too, where no other overload does.
 struct any {
     any() = default;
-    template <class X>
-    constexpr any(X const&) {}
+    template <class... X>
+    constexpr any(X const&...) {} // of several, too: g++ takes names in braces for these
     constexpr any(std::initializer_list<any>) {}
+};
+
+/// The first field of a struct whose others are given by name only: numbers in braces do not make one.
+struct by_name {
+    by_name() = default;
 };
 
 /// The result of a call that has been refused. What is done with it is no second mistake: loops over it, calls of it,

@@ -39,6 +39,9 @@ public:
     }
     std::span<T> elements() & { return {values_.data(), static_cast<std::size_t>(count_ * width_)}; }
     std::span<T const> elements() const& { return {values_.data(), static_cast<std::size_t>(count_ * width_)}; }
+    operator std::span<T>() & { return elements(); }
+    operator std::span<T const>() const& { return elements(); }
+    operator std::span<T const>() const&& = delete;
     index_t count() const { return count_; }
     index_t width() const { return width_; }
 

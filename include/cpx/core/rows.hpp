@@ -46,9 +46,10 @@ public:
                 "a multiple of the width " + std::to_string(width), std::ssize(list), here);
     }
 
-    template <class X>
-        requires(!std::is_convertible_v<X&, rows>)
-    explicit rows(X const&, detail::any = {}) {
+    template <class X, class... More>
+        requires((sizeof...(More) == 0 || sizeof...(More) > 2) && !(std::same_as<More, caller> || ...) &&
+                 !std::is_convertible_v<X&, rows>)
+    explicit rows(X const&, detail::any = {}, More const&...) {
         static_assert(detail::never<X>,
                       "cpx: rows(list, width) wants a vector and the width of a row, or rows(pointer, count, width); "
                       "of other lists write rows<T>(list, width), of a tensor its data()");
@@ -96,8 +97,8 @@ private:
     index_t count_ = 0, width_ = 0, stride_ = 0;
 };
 
-/// What an operator takes that knows the width of the rows: rows, a tensor of them, or their elements in a vector,
-/// array or span.
+/// What an operator takes that knows the width of the rows: rows, a tensor or row_buffer of them, or their elements in
+/// a vector, array or span.
 template <class T>
 class rows_or_list {
 public:
@@ -109,6 +110,10 @@ public:
     template <class X>
         requires requires(X& x) { requires std::convertible_to<decltype(x.data()), rows<T>>; }
     rows_or_list(X& tensor) : rows_(tensor.data()) {}
+    template <class X>
+        requires(!requires(X& x) { x.data(); }) &&
+                requires(X& x) { requires std::convertible_to<decltype(x.view()), rows<T>>; }
+    rows_or_list(X& buffer) : rows_(buffer.view()) {}
     template <class R>
         requires std::is_convertible_v<R, std::span<T>>
     rows_or_list(R&& list) : list_(std::forward<R>(list)), is_list_(true) {}
@@ -132,7 +137,7 @@ rows(std::vector<T>&, index_t) -> rows<T>;
 template <class T>
 rows(std::vector<T> const&, index_t) -> rows<T const>;
 template <class X>
-rows(X const&, detail::any = {}) -> rows<detail::refused>;
+rows(X const&, detail::any = {}, ...) -> rows<detail::refused>;
 template <class X = detail::any>
 rows() -> rows<X>;
 

@@ -150,8 +150,13 @@ using said_of = std::conditional_t<std::same_as<std::remove_const_t<T>, refused>
                                    sharded<std::remove_const_t<T>, S, M>>;
 template <class Of>
 no_tensor<Of> no_field() {
-    static_assert(never<Of>, "cpx: a struct of tensors lacks one, or is given what is none; view other memory as "
-                             "sharded(rows, sharding, rank)");
+    constexpr bool told = !std::same_as<Of, rows<refused>>;
+    static_assert(never<Of> || told,
+                  "cpx: a struct of tensors cannot tell its type: it lacks one, its first is none, those in braces "
+                  "differ, or names tell clang++ nothing; write it, as in delta_rule_tensors<float, "
+                  "sharding<zigzag<4>>>{.q = q}, and view other memory as sharded(rows, sharding, rank)");
+    static_assert(never<Of> || !told, "cpx: a struct of tensors lacks one, or is given what is none; view other memory "
+                                      "as sharded(rows, sharding, rank)");
     return {};
 }
 
@@ -176,7 +181,8 @@ View view_field(X&& x) {
     throw;
 }
 
-/// What a struct of tensors deduces from its first one; if that is none, its field says so.
+/// What a struct of tensors deduces from its first one; if that is none, its field says so. For names in braces
+/// clang++, until it deduces aggregates, fits nothing but a guide from `...`.
 template <class X>
 struct first_field {
     using element = refused;

@@ -48,7 +48,7 @@ public:
         : tensor(unfit<X>()) {}
     template <class U, any_sharding R, any_memory N>
     tensor(tensor<U, R, N> const&) : tensor(unfit<U>()) {}
-    template <class X>
+    template <class X = detail::any>
     tensor& operator=(X const&) {
         return unfit<X>();
     }

@@ -25,6 +25,7 @@ constexpr axis operator|(axis a, axis b) { return axis{static_cast<unsigned>(a) 
 
 /// Sizes of a mesh. dp and edp are what remains.
 struct mesh_sizes {
+    detail::by_name names{}; ///< none: sizes have names, `{8, 2}` is no mesh_sizes
     int world = 1;
     int tp = 1, cp = 1, pp = 1;
     int ep = 1, etp = 0; ///< of experts; etp 0: not given, see `etp_of`
@@ -89,9 +90,9 @@ public:
                         here);
     }
 
-    template <class X = void>
-    explicit constexpr mesh(detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
-        static_assert(detail::never<X>, "cpx: mesh wants its sizes by name: mesh({.world = 8, .cp = 2})");
+    template <class... X>
+    constexpr mesh(X const&...) { // also of numbers in braces, which no mesh_sizes takes
+        static_assert(detail::never<X...>, "cpx: mesh wants its sizes by name: mesh({.world = 8, .cp = 2})");
     }
 
     constexpr int world() const { return world_; }

@@ -165,10 +165,9 @@ void attention(Q const& q, K const& k, V const& v, attention_heads const& heads,
 template <class X = detail::any, class Y1 = detail::any, class Y2 = detail::any, class Y3 = detail::any>
 detail::refused attention(X const& = {}, Y1 const& = {}, Y2 const& = {}, detail::any = {}, detail::any = {},
                           Y3 const& = {}, detail::any = {}, detail::any = {}) {
-    static_assert(
-        detail::never<X, Y1, Y2, Y3>,
-        "cpx: attention(q, k, v, heads, scale, o) wants tensors q, k, v and o of floating-point elements, and "
-        "then perhaps rows for lse; view other memory as sharded(rows, sharding, rank)");
+    static_assert(detail::never<X, Y1, Y2, Y3>,
+                  "cpx: attention(q, k, v, heads, scale, o) wants tensors q, k, v and o of floating-point elements, "
+                  "attention_heads, and then perhaps rows for lse; view other memory as sharded(rows, sharding, rank)");
     return {};
 }
 template <class X, class Y1, class Y2, class Y3 = detail::any, class O = attention_heads>

@@ -184,9 +184,10 @@ void attention_backward_queries(attention_queries<T, Q, M> const& from, K const&
 template <class X>
 detail::refused attention_backward_queries(detail::any, X const&, detail::any = {}, detail::any = {}, detail::any = {},
                                            detail::any = {}, detail::any = {}) {
-    static_assert(detail::never<X>,
-                  "cpx: attention_backward_queries(queries, k, v, heads, scale, dq) wants attention_queries of q, "
-                  "dout, lse and delta, and tensors; view other memory as sharded(rows, sharding, rank)");
+    static_assert(
+        detail::never<X>,
+        "cpx: attention_backward_queries(queries, k, v, heads, scale, dq) wants attention_queries of q, dout, lse and "
+        "delta, tensors, and attention_heads; view other memory as sharded(rows, sharding, rank)");
     return {};
 }
 template <class X, class O = attention_heads>
@@ -306,7 +307,8 @@ detail::refused attention_backward_keys(detail::any, X const&, detail::any = {},
     static_assert(
         detail::never<X>,
         "cpx: attention_backward_keys(queries, k, v, heads, scale, dk, dv, comm) wants attention_queries of q, dout, "
-        "lse and delta, tensors, and a cpx::transport; view other memory as sharded(rows, sharding, rank)");
+        "lse and delta, tensors, attention_heads, and a cpx::transport; view other memory as "
+        "sharded(rows, sharding, rank)");
     return {};
 }
 template <class X, class O = attention_heads>

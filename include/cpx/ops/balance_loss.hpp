@@ -143,10 +143,10 @@ void balance_loss_backward(balance_loss<T> const& of_batch, expert_choices<T> co
     });
 }
 
-template <class X, class Y>
-detail::refused balance_loss_backward(X const&, Y const&, detail::any = {}, detail::any = {}, detail::any = {},
-                                      detail::any = {}) {
-    static_assert(detail::never<Y>,
+template <class X = detail::any, class Y = detail::any>
+detail::refused balance_loss_backward(X const& = {}, Y const& = {}, detail::any = {}, detail::any = {},
+                                      detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<X, Y>,
                   "cpx: balance_loss_backward(loss, of, sharding, dloss, dlogits) wants the expert_choices and "
                   "the sharding of the loss, and rows of its elements for dlogits");
     return {};

@@ -214,8 +214,10 @@ struct causal_conv1d_gradients {
     detail::no_more end = {};
 };
 
-template <class X = detail::any>
-causal_conv1d_gradients(X&& = {}, detail::any = {}, detail::any = {}, detail::any = {}, ...)
+template <class X = void>
+causal_conv1d_gradients(...) -> causal_conv1d_gradients<detail::refused, sharding<sequential<1>>>;
+template <class X>
+causal_conv1d_gradients(X&&, detail::any = {}, detail::any = {}, detail::any = {}, ...)
     -> causal_conv1d_gradients<typename detail::first_field<X>::element, typename detail::first_field<X>::sharding,
                                typename detail::first_field<X>::memory>;
 

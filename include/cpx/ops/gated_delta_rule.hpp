@@ -30,8 +30,10 @@ struct delta_rule_tensors {
     field<delta_rule_saved<T, M>*> saved = nullptr;
     detail::no_more end = {};
 };
-template <class X = detail::any>
-delta_rule_tensors(X&& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
+template <class X = void>
+delta_rule_tensors(...) -> delta_rule_tensors<detail::refused, sharding<sequential<1>>>;
+template <class X>
+delta_rule_tensors(X&&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
                    detail::any = {}, detail::any = {}, detail::any = {}, ...)
     -> delta_rule_tensors<typename detail::first_field<X>::element, typename detail::first_field<X>::sharding,
                           typename detail::first_field<X>::memory>;

@@ -19,8 +19,10 @@ struct delta_rule_gradient_tensors {
     field<rows<sum>> dinitial = {};
     detail::no_more end = {};
 };
-template <class X = detail::any>
-delta_rule_gradient_tensors(X&& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
+template <class X = void>
+delta_rule_gradient_tensors(...) -> delta_rule_gradient_tensors<detail::refused, sharding<sequential<1>>>;
+template <class X>
+delta_rule_gradient_tensors(X&&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
                             detail::any = {}, detail::any = {}, detail::any = {}, ...)
     -> delta_rule_gradient_tensors<typename detail::first_field<X>::element, typename detail::first_field<X>::sharding,
                                    typename detail::first_field<X>::memory>;

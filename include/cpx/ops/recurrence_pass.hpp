@@ -42,8 +42,10 @@ template <sharded_like X, sharded_like O, std::size_t N>
 recurrence_tensors(X const (&)[N], O const&, detail::any = {}, detail::any = {}, detail::any = {}, ...)
     -> recurrence_tensors<element_of<O>, sharding_of<X>, N>;
 template <class X = void>
-recurrence_tensors(detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}, ...)
+recurrence_tensors(detail::any, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}, ...)
     -> recurrence_tensors<detail::refused, sharding<sequential<1>>, 0>;
+template <class X = void>
+recurrence_tensors(...) -> recurrence_tensors<detail::refused, sharding<sequential<1>>, 0>;
 
 /// What goes into and comes out of the backward of a recurrence, shaped and sharded as in `recurrence_tensors`.
 ///
@@ -65,8 +67,10 @@ template <sharded_like O, sharded_like X, std::size_t N>
 recurrence_gradients(O const&, X const (&)[N], detail::any = {}, detail::any = {}, ...)
     -> recurrence_gradients<element_of<O>, sharding_of<X>, N>;
 template <class X = void>
-recurrence_gradients(detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}, ...)
+recurrence_gradients(detail::any, detail::any = {}, detail::any = {}, detail::any = {}, ...)
     -> recurrence_gradients<detail::refused, sharding<sequential<1>>, 0>;
+template <class X = void>
+recurrence_gradients(...) -> recurrence_gradients<detail::refused, sharding<sequential<1>>, 0>;
 
 namespace detail {
 

@@ -94,8 +94,9 @@ template <class X = detail::any, class Y1 = detail::any, class Y2 = detail::any>
 detail::refused rotary(X const& = {}, detail::any = {}, detail::any = {}, Y1 const& = {}, Y2 const& = {},
                        detail::any = {}) {
     static_assert(detail::never<X, Y1, Y2>,
-                  "cpx: rotary(x, head_dim, options, y) wants tensors x and y, and rotary(positions, x, head_dim, "
-                  "pairs, y) sharded_positions first; view other memory as sharded(rows, sharding, rank)");
+                  "cpx: rotary(x, head_dim, options, y) wants tensors x and y and rotary_options, and "
+                  "rotary(positions, x, head_dim, pairs, y) sharded_positions first; view other memory as "
+                  "sharded(rows, sharding, rank)");
     return {};
 }
 template <class X, class Y, class O = rotary_options>
@@ -114,10 +115,10 @@ void rotary_backward(sharded_positions<S> const& positions, X const& dy, index_t
 template <class X = detail::any, class Y1 = detail::any, class Y2 = detail::any>
 detail::refused rotary_backward(X const& = {}, detail::any = {}, detail::any = {}, Y1 const& = {}, Y2 const& = {},
                                 detail::any = {}) {
-    static_assert(
-        detail::never<X, Y1, Y2>,
-        "cpx: rotary_backward(dy, head_dim, options, dx) wants tensors dy and dx, and rotary_backward(positions, dy, "
-        "head_dim, pairs, dx) sharded_positions first; view other memory as sharded(rows, sharding, rank)");
+    static_assert(detail::never<X, Y1, Y2>,
+                  "cpx: rotary_backward(dy, head_dim, options, dx) wants tensors dy and dx and rotary_options, and "
+                  "rotary_backward(positions, dy, head_dim, pairs, dx) sharded_positions first; view other memory as "
+                  "sharded(rows, sharding, rank)");
     return {};
 }
 template <class X, class Y, class O = rotary_options>

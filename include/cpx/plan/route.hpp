@@ -80,6 +80,12 @@ consteval auto routes() {
     }
 }
 
+template <class X = void>
+consteval detail::refused routes() {
+    static_assert(detail::never<X>, "cpx: routes wants two layouts: routes<zigzag<4>, sequential<4>>()");
+    return {};
+}
+
 /// The same of two layouts that are given: `routes(zigzag<4>{}, sequential<4>{})`.
 template <class From, class To>
 constexpr auto routes(From const&, To const&) {

@@ -338,11 +338,11 @@ public:
 template <class Untold>
 class movement<Untold, Untold, detail::no_transport> : public detail::refused {
 public:
+    movement(detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
+             detail::any = {}) {}
     static_assert(detail::never<Untold>,
                   "cpx: a movement cannot tell its elements; write make_movement<float>(from, to, "
                   "width, capacity, comm), or of a plan make_movement<float>(plan, width, ...)");
-    template <class... X>
-    movement(X const&...) {}
 };
 template <class X = detail::any>
 movement(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {})
