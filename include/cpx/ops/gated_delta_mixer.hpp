@@ -118,7 +118,7 @@ struct gated_delta_mixer {
     /// Throws unless the layer may run in this memory, and all that it is given is there.
     template <any_memory M>
     void check(char const* where, M const& memory, bool backward, std::span<operand const> given, caller here) const {
-        check_rule_in(memory, where, model(where), sharding(), backward, given, here);
+        check_rule_in(memory, where, model(where), states, backward, given, here);
     }
 
     /// x: rows of `config.sections()`; o: rows of `config.output_sections()`, both for this rank's heads.

@@ -105,8 +105,8 @@ template <any_memory M, class T>
 inline constexpr bool rules_on = !std::integral<T>;
 
 /// Throws unless a memory has the heads of a gated delta rule, and these operands; the host's has.
-template <any_sharding S>
-void check_rule_in(host_memory const&, char const*, gated_delta const&, S const&, bool, std::span<operand const>,
+template <class Plan>
+void check_rule_in(host_memory const&, char const*, gated_delta const&, Plan const&, bool, std::span<operand const>,
                    caller) {}
 
 /// Throws unless a gated delta rule and its tensors fit the plan, and runs one of which all fits. On devices:

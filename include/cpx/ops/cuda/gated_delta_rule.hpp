@@ -80,14 +80,13 @@ inline constexpr bool carries_rule<cuda::memory, By> = true;
 template <class T>
 inline constexpr bool rules_on<cuda::memory, T> = cuda::gpu_number<T>;
 
-template <any_sharding S>
-void check_rule_in(cuda::memory const&, char const* where, gated_delta const& r, S const& sharding, bool backward,
-                   std::span<operand const> given, caller here) {
+template <carry_kind How, any_sharding S>
+void check_rule_in(cuda::memory const&, char const* where, gated_delta const& r, carry_plan<How, S> const& plan,
+                   bool backward, std::span<operand const> given, caller here) {
     device_gated_delta<float> const there(r);
     there.check(where, here);
-    there.check_heads(where, sharding, backward, here);
-    for (operand const& o : given)
-        if (!o.empty()) cuda::detail::require_memory(where, o.name, reinterpret_cast<void const*>(o.first), here);
+    there.check_rank(where, plan, backward, here);
+    cuda::detail::require_memory(where, given, here);
 }
 
 template <carry_kind How, any_sharding S, class T, class By>

@@ -71,13 +71,13 @@ device_gradients(D, X, rows<float const>, rows<float>) -> device_gradients<D, X>
 /// - `fold(segments, x, maps, ends, memory, here)`
 /// - `backward(segments, x, before, dout, dafter, dx, dbefore, kept, memory, here)`
 /// - `backward_fold(segments, x, dout, dbefore, memory, here)`
-/// - `check_heads(where, sharding, backward, here)` throws if it cannot run the heads of a rank.
+/// - `check_rank(where, plan, backward, here)` throws if it cannot run the heads, tokens and segments of a rank.
 class device_states {
 protected:
     template <carry_kind How, any_sharding S, class R>
     device_states(carry_plan<How, S> const& plan, R const& r, cuda::state_exchange& memory, caller here)
-        : segments_(plan.segments), width_(held_states(plan, r).state_width()),
-          rows_(segments_.empty() ? 0 : segments_.back().row + segments_.back().count), memory_(memory), here_(here) {}
+        : segments_(plan.segments), width_(held_states(plan, r).state_width()), rows_(rows_of_segments(plan)),
+          memory_(memory), here_(here) {}
 
     /// Calls `f(segments, before, after)` with the visits' states beside each other, brought there and back.
     template <class F>
@@ -261,31 +261,28 @@ void with_state_exchange(By& by, caller here, F&& f) {
     }
 }
 
-/// Throws unless all of these tensors are of `memory`, and states of its device.
+/// Throws unless all of these tensors are of `memory`, and they and `more` of its device.
 template <class X, std::size_t N>
 void require_there(char const* where, cuda::memory const& memory, X const& tensors,
-                   std::array<std::string, N> const& names, caller here) {
+                   std::array<std::string, N> const& names, std::vector<operand> more, caller here) {
     each_input(tensors, [&](std::size_t i, auto const& x) {
         require_in_memory(where, names[i].c_str(), x, memory, "the communicator's", here);
-        cuda::detail::require_memory(where, {{names[i].c_str(), x.data()}}, here);
+        more.emplace_back(names[i].c_str(), x.data());
     });
-}
-template <class A>
-void require_there(char const* where, char const* name, rows<A> states, caller here) {
-    if (states.data()) cuda::detail::require_memory(where, {{name, states}}, here);
+    cuda::detail::require_memory(where, more, here);
 }
 
-/// Throws unless a recurrence of tensors on devices fits the plan, and `memory` is where they are.
+/// Throws unless a recurrence of tensors on devices fits the plan, and `memory` is where they are. Then all that comes
+/// after takes them as they are.
 template <carry_kind How, any_sharding S, class R, class Tensors>
 void check_on_device(carry_plan<How, S> const& plan, R const& r, Tensors const& t, cuda::memory const& memory,
                      caller here) {
     check_recurrence(plan, r, t, here);
     char const* const where = r.name;
-    r.check_heads(where, plan.sharding, false, here);
-    require_there(where, memory, t.x, input_names(r, ""), here);
-    require_there(where, memory, std::tuple(t.o), std::array<std::string, 1>{"o"}, here);
-    require_there(where, "initial", t.initial, here);
-    require_there(where, "final", t.final, here);
+    r.check_rank(where, plan, false, here);
+    require_there(where, memory, t.x, input_names(r, ""), {}, here);
+    require_there(where, memory, std::tuple(t.o), std::array<std::string, 1>{"o"},
+                  {{"initial", t.initial}, {"final", t.final}}, here);
 }
 template <carry_kind How, any_sharding S, class R, class Tensors, class Gradients>
 void check_backward_on_device(carry_plan<How, S> const& plan, R const& r, Tensors const& t, Gradients const& to,
@@ -293,12 +290,11 @@ void check_backward_on_device(carry_plan<How, S> const& plan, R const& r, Tensor
     check_recurrence_backward(plan, r, t, to, here);
     std::string const name = backward_name(r);
     char const* const where = name.c_str();
-    r.check_heads(where, plan.sharding, true, here);
-    require_there(where, memory, t.x, input_names(r, ""), here);
-    require_there(where, memory, to.dx, input_names(r, "d"), here);
-    require_there(where, memory, std::tuple(to.dout), std::array<std::string, 1>{"dout"}, here);
-    require_there(where, "dfinal", to.dfinal, here);
-    require_there(where, "dinitial", to.dinitial, here);
+    r.check_rank(where, plan, true, here);
+    require_there(where, memory, t.x, input_names(r, ""), saved_operands(*t.saved), here);
+    require_there(where, memory, to.dx, input_names(r, "d"), {}, here);
+    require_there(where, memory, std::tuple(to.dout), std::array<std::string, 1>{"dout"},
+                  {{"dfinal", to.dfinal}, {"dinitial", to.dinitial}}, here);
 }
 
 /// Runs a recurrence of tensors on devices of which all fits, and its backward.
