@@ -100,17 +100,6 @@ inline void require_memory(char const* where, std::initializer_list<argument> li
     for (argument const& a : list)
         if (a.data.count() > 0 && a.data.width() > 0) require_memory(where, a.name, a.data.data(), here);
 }
-/// The same of operands of known shapes; and that rows do not overlap each other.
-inline void require_memory(char const* where, std::span<operand const> list, caller here) {
-    for (operand const& o : list) {
-        if (o.empty()) continue;
-        if (o.count > 1 && o.stride < o.width)
-            throw error(where, std::string("stride of ") + o.name + ", bytes",
-                        "at least the width, " + std::to_string(o.width), std::to_string(o.stride), here);
-        require_memory(where, o.name, reinterpret_cast<void const*>(o.first), here);
-    }
-}
-
 /// Throws `cpx::error` if a size is negative or rows overlap each other.
 inline void require_sizes(char const* where, argument const& a, caller here) {
     auto const& r = a.data;

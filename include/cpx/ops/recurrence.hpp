@@ -143,7 +143,6 @@ std::vector<operand> saved_operands(Saved const& saved) {
 /// Throws unless a recurrence and its tensors fit the plan.
 template <carry_kind How, any_sharding S, class R, class Tensors>
 void check_recurrence(carry_plan<How, S> const& plan, R const& r, Tensors const& t, caller here) {
-    using T = typename Tensors::state;
     char const* const where = r.name;
     check_model(where, r, here);
     auto const names = input_names(r, "");
@@ -184,7 +183,6 @@ void run_recurrence(carry_plan<How, S> const& plan, R const& r, Tensors const& t
 template <carry_kind How, any_sharding S, class R, class Tensors, class Gradients>
 void check_recurrence_backward(carry_plan<How, S> const& plan, R const& r, Tensors const& t, Gradients const& to,
                                caller here) {
-    using T = typename Tensors::state;
     std::string const name = backward_name(r);
     char const* const where = name.c_str();
     check_model(where, r, here);

@@ -81,12 +81,12 @@ template <class T>
 inline constexpr bool rules_on<cuda::memory, T> = cuda::gpu_number<T>;
 
 template <carry_kind How, any_sharding S>
-void check_rule_in(cuda::memory const&, char const* where, gated_delta const& r, carry_plan<How, S> const& plan,
+void check_rule_in(cuda::memory const& memory, char const* where, gated_delta const& r, carry_plan<How, S> const& plan,
                    bool backward, std::span<operand const> given, caller here) {
     device_gated_delta<float> const there(r);
     there.check(where, here);
     there.check_rank(where, plan, backward, here);
-    cuda::detail::require_memory(where, given, here);
+    require_there(memory, where, given, here);
 }
 
 template <carry_kind How, any_sharding S, class T, class By>

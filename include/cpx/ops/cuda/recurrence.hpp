@@ -2,7 +2,7 @@
 // Segments of a recurrence on a device: as many as a pass visits at once, all heads together.
 #pragma once
 
-#include <cpx/cuda/arguments.hpp>
+#include <cpx/ops/cuda/operands.hpp>
 #include <cpx/ops/cuda/state_exchange.hpp>
 #include <cpx/ops/recurrence.hpp>
 
@@ -269,7 +269,7 @@ void require_there(char const* where, cuda::memory const& memory, X const& tenso
         require_in_memory(where, names[i].c_str(), x, memory, "the communicator's", here);
         more.emplace_back(names[i].c_str(), x.data());
     });
-    cuda::detail::require_memory(where, more, here);
+    require_there(memory, where, more, here);
 }
 
 /// Throws unless a recurrence of tensors on devices fits the plan, and `memory` is where they are. Then all that comes
