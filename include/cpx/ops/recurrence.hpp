@@ -268,6 +268,7 @@ constexpr bool runs_on() {
 /// `plan` is `carry<serial>(sharding, rank)` or `carry<scan>(sharding, rank)`, see there and `is_exact`.
 /// Collective. Communication: `serial`, one state a cut, one after the other; `scan`, to a segment of level l
 /// floor(log2 l) + 1 states and one map fewer.
+/// Of tensors on devices: include <cpx/ops/cuda/recurrence.hpp>, which says what a model is there.
 ///
 /// Throws `cpx::error` on shapes or shardings that do not fit and on overlapping memory, and what `exchange` throws.
 template <carry_kind How, any_sharding S, class R, class T, any_sharding X, std::size_t N, transport Comm>

@@ -58,7 +58,7 @@ public:
     }
     // It is given what `check_on_device` has seen, and states and lists that `device_states` has made.
     template <class X, class O>
-    void forward(device_segments const& s, X const& x, std::span<float const> before, O const& o,
+    void forward(cuda::recurrence_segments const& s, X const& x, std::span<float const> before, O const& o,
                  std::span<float> after, std::span<char> kept, memory& m, caller here) const {
         auto in = input(s, x, before);
         in.saved = kept, in.saved_tokens = s.tokens;
@@ -68,7 +68,7 @@ public:
             here, [&](auto const& call) { cuda::detail::run_delta(call, o.data(), after); });
     }
     template <class X>
-    void fold(device_segments const& s, X const& x, std::span<float> maps, std::span<float> ends, memory& m,
+    void fold(cuda::recurrence_segments const& s, X const& x, std::span<float> maps, std::span<float> ends, memory& m,
               caller here) const {
         auto const in = input(s, x, {});
         auto const shape = shape_of(in);
@@ -76,7 +76,7 @@ public:
             [&](auto const& call) { cuda::detail::run_delta_fold(call, maps, ends); });
     }
     template <class X, class D, class G>
-    void backward(device_segments const& s, X const& x, std::span<float const> before, D const& dout,
+    void backward(cuda::recurrence_segments const& s, X const& x, std::span<float const> before, D const& dout,
                   std::span<float const> dafter, G const& dx, std::span<float> dbefore, std::span<char> kept, memory& m,
                   caller here) const {
         auto in = input(s, x, before);
@@ -93,8 +93,8 @@ public:
             m, here, [&](auto const& call) { cuda::detail::run_delta_backward(call, dout.data(), dafter, to); });
     }
     template <class X, class D>
-    void backward_fold(device_segments const& s, X const& x, D const& dout, std::span<float> dbefore, memory& m,
-                       caller here) const {
+    void backward_fold(cuda::recurrence_segments const& s, X const& x, D const& dout, std::span<float> dbefore,
+                       memory& m, caller here) const {
         auto const in = input(s, x, {});
         auto const shape = shape_of(in);
         run(cuda::detail::delta_fold_space<Erases, T>(shape, in.k.count(), count(s)), shape, in, m, here,
@@ -102,10 +102,11 @@ public:
     }
 
 private:
-    static index_t count(device_segments const& s) { return std::ssize(s.first); }
+    static index_t count(cuda::recurrence_segments const& s) { return std::ssize(s.first); }
     /// Returns what kernels read: q, k, v, g and, if there is a fifth of x, beta.
     template <class X>
-    static cuda::gated_delta_rule_input<T> input(device_segments const& s, X const& x, std::span<float const> before) {
+    static cuda::gated_delta_rule_input<T> input(cuda::recurrence_segments const& s, X const& x,
+                                                 std::span<float const> before) {
         cuda::gated_delta_rule_input<T> in{std::get<0>(x).data(),
                                            std::get<1>(x).data(),
                                            std::get<2>(x).data(),

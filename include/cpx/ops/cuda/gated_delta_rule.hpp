@@ -65,14 +65,14 @@ private:
 template <class T, any_sharding S>
 auto delta_rule_given(delta_rule_tensors<T, S, cuda::memory> const& t, sharded<T const, S, cuda::memory> const& q,
                       sharded<T const, S, cuda::memory> const& k) {
-    return device_tensors{std::tuple(q, k, t.v.view(), t.g.view(), t.beta.view()), t.o.view(), t.initial, t.final,
-                          t.saved};
+    return cuda::recurrence_tensors{std::tuple(q, k, t.v.view(), t.g.view(), t.beta.view()), t.o.view(), t.initial,
+                                    t.final, t.saved};
 }
 template <class T, any_sharding S>
 auto delta_rule_gradients_given(delta_rule_gradient_tensors<T, S, cuda::memory> const& to) {
-    return device_gradients{to.dout.view(),
-                            std::tuple(to.dq.view(), to.dk.view(), to.dv.view(), to.dg.view(), to.dbeta.view()),
-                            to.dfinal, to.dinitial};
+    return cuda::recurrence_gradients{
+        to.dout.view(), std::tuple(to.dq.view(), to.dk.view(), to.dv.view(), to.dg.view(), to.dbeta.view()), to.dfinal,
+        to.dinitial};
 }
 
 template <carries_states By>
