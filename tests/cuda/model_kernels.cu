@@ -3,8 +3,11 @@
 #include "../../examples/qwen/cuda/products.cuh"
 
 #include <cpx/cpx.hpp>
+#include <cpx/cuda/elements.hpp>
 #include <cpx/ops.hpp>
 #include <cpx/ops/cuda/norm.hpp>
+
+#include <cpx/conv_weight_sums.cuh>
 
 #include <doctest/doctest.h>
 
