@@ -274,7 +274,7 @@ struct limits {
 };
 template <class T>
 constexpr limits most{1e-5, 1e-5, 1e-5};
-/// Twice what rounding alone does: a layer in double of this size, of which every tensor that has bfloat16 here, and its
+/// Twice what rounding alone does: a layer in double of this size, of which every tensor that is bfloat16 here, and its
 /// gradient, was rounded to that, was off by up to 6.0e-3, 1.08e-2 and 9.0e-3 (six drawings of its numbers).
 template <>
 constexpr limits most<__nv_bfloat16>{1.2e-2, 2.2e-2, 1.8e-2};

@@ -11,6 +11,7 @@
 #include <cpx/cuda/nvtx.hpp>
 
 #include <cpx/conv_grid.cuh>
+#include <cpx/conv_weight_sums.cuh> // for sums in the order of the batch
 
 #include <algorithm>
 #include <array>

@@ -13,8 +13,6 @@
 #include <cpx/ops/cuda/conv_exchange.hpp>
 #include <cpx/ops/cuda/operands.hpp>
 
-#include <cpx/conv_weight_sums.cuh>
-
 #include <concepts>
 #include <memory>
 #include <utility>
