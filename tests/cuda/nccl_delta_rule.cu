@@ -462,6 +462,8 @@ TEST_SUITE("cuda") {
             {
                 cpx::cuda::state_exchange by(comm);
                 cpx::gated_delta_rule(plan, tensors{q, k, v, g, beta, written}, {1, 2, 16, 8}, {}, by);
+                cpx::require(by.calls.plain > 0 && by.calls.on_tensor_cores == 0, "test", "calls of kernels",
+                             "plain ones, of float", "others");
                 auto const half = tensor(sharding, 8, stream);
                 auto of_half = tensor(sharding, 8, stream);
                 rejects({"nccl_delta_rule.cu", "cuda::state_exchange: elements of states and maps",

@@ -65,7 +65,7 @@ public:
         auto const shape = shape_of(in);
         cuda::detail::require_saved(name, shape, in, here); // it may be lent
         run(cuda::detail::delta_forward_space<Erases, T>(shape, in.k.count(), count(s), !kept.empty()), shape, in, m,
-            here, [&](auto const& call) { cuda::detail::run_delta(call, o.data(), after); });
+            here, [&](auto const& call) { return cuda::detail::run_delta(call, o.data(), after); });
     }
     template <class X>
     void fold(cuda::recurrence_segments const& s, X const& x, std::span<float> maps, std::span<float> ends, memory& m,
@@ -73,7 +73,7 @@ public:
         auto const in = input(s, x, {});
         auto const shape = shape_of(in);
         run(cuda::detail::delta_fold_space<Erases, T>(shape, in.k.count(), count(s)), shape, in, m, here,
-            [&](auto const& call) { cuda::detail::run_delta_fold(call, maps, ends); });
+            [&](auto const& call) { return cuda::detail::run_delta_fold(call, maps, ends); });
     }
     template <class X, class D, class G>
     void backward(cuda::recurrence_segments const& s, X const& x, std::span<float const> before, D const& dout,
@@ -90,7 +90,7 @@ public:
             in.saved = kept, in.saved_tokens = s.tokens;
         cuda::detail::require_saved(name, shape, in, here);
         run(cuda::detail::delta_backward_space<Erases, T>(shape, in.k.count(), count(s), !in.saved.empty()), shape, in,
-            m, here, [&](auto const& call) { cuda::detail::run_delta_backward(call, dout.data(), dafter, to); });
+            m, here, [&](auto const& call) { return cuda::detail::run_delta_backward(call, dout.data(), dafter, to); });
     }
     template <class X, class D>
     void backward_fold(cuda::recurrence_segments const& s, X const& x, D const& dout, std::span<float> dbefore,
@@ -98,7 +98,7 @@ public:
         auto const in = input(s, x, {});
         auto const shape = shape_of(in);
         run(cuda::detail::delta_fold_space<Erases, T>(shape, in.k.count(), count(s)), shape, in, m, here,
-            [&](auto const& call) { cuda::detail::run_delta_fold_back(call, dout.data(), dbefore); });
+            [&](auto const& call) { return cuda::detail::run_delta_fold_back(call, dout.data(), dbefore); });
     }
 
 private:
@@ -132,7 +132,8 @@ private:
         auto room = m.memory().template room<char>(space.bytes);
         std::span<char> const workspace(room.data(), static_cast<std::size_t>(room.size()));
         cuda::detail::require_bytes(name, "workspace", space.bytes, workspace, here); // of any resource
-        f(cuda::detail::delta_call<Erases, T>{shape, in, space, workspace.data(), m.stream(), here});
+        auto const path = f(cuda::detail::delta_call<Erases, T>{shape, in, space, workspace.data(), m.stream(), here});
+        ++(path == cuda::delta_rule_path::plain ? m.calls.plain : m.calls.on_tensor_cores);
     }
 
     R of_;
