@@ -52,7 +52,7 @@ private:
         return {rows<T const>(b.data(), x.data().count(), x.data().width()), x.sharding(), x.rank(), x.memory()};
     }
     void run(rows<T const> x, rows<T> y, bool back) const {
-        cuda::normalise_heads(x, dim_, y, back, m_.stream(), here_);
+        cuda::detail::run_normalise_heads(x, dim_, y, back, m_.stream(), here_);
     }
 
     tensor q_, k_;
