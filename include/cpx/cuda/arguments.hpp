@@ -100,6 +100,7 @@ inline void require_memory(char const* where, std::initializer_list<argument> li
     for (argument const& a : list)
         if (a.data.count() > 0 && a.data.width() > 0) require_memory(where, a.name, a.data.data(), here);
 }
+
 /// Throws `cpx::error` if a size is negative or rows overlap each other.
 inline void require_sizes(char const* where, argument const& a, caller here) {
     auto const& r = a.data;
