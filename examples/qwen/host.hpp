@@ -33,6 +33,7 @@ public:
     cpx::rows<T const> weight(std::string const& name) const { return model.weight(name); }
     neighbours_type& neighbours() { return neighbours_; }
     cpx::cuda::attention_engine* attention_engine() const { return nullptr; }
+    kernel_calls kernels() const { return {}; }
     /// Returns by what the delta rule carries its states.
     auto& carrier() { return comm; }
     cpx::tally rows_sent() const {

@@ -305,6 +305,9 @@ void print_json(std::vector<report> const& reports, int ranks, options const& o,
             item["grads"] = r.gradient_errors;
             item["grads_equal_one_rank"] = r.gradients_equal_one_rank;
         }
+        if (o.on_gpus())
+            item["kernels"] = {{"full_attention", r.outcome.kernels.attention()},
+                               {"linear_attention", r.outcome.kernels.delta_rule()}};
         if (r.positions) item["position_ids_equal"] = r.outcome.positions_equal;
         list.push_back(std::move(item));
     }
@@ -354,13 +357,20 @@ void print_table(std::vector<report> const& reports, int ranks, options const& o
                     std::ranges::all_of(reports, [](report const& r) { return r.outcome.positions_equal; })
                         ? "those of the reference"
                         : "others than those of the reference");
-    std::map<std::string, int> verdicts; // how many strategies have each
-    for (auto const& r : reports) ++verdicts[r.verdict.text()];
-    char const* label = "contract";
-    for (auto const& [text, count] : verdicts) {
-        std::printf("%-12s %d of %zu: %s\n", label, count, reports.size(), text.c_str());
-        label = "";
-    }
+    auto const print_each = [&](char const* label, auto const& text_of) { // how many strategies have each
+        std::map<std::string, int> counts;
+        for (auto const& r : reports) ++counts[text_of(r)];
+        for (auto const& [text, count] : counts) {
+            std::printf("%-12s %d of %zu: %s\n", label, count, reports.size(), text.c_str());
+            label = "";
+        }
+    };
+    print_each("contract", [](report const& r) { return r.verdict.text(); });
+    if (!o.on_gpus()) return;
+    print_each("kernels", [](report const& r) {
+        auto const& kernels = r.outcome.kernels;
+        return "full attention, forward: " + kernels.attention() + "; linear attention: " + kernels.delta_rule();
+    });
 }
 
 } // namespace

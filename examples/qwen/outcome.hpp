@@ -25,6 +25,27 @@ struct gradient {
     std::vector<T> values = {};
 };
 
+/// How often kernels have run on GPUs: of full attention, forward, by an engine (cuDNN) or by cpx where one was asked,
+/// and of the delta rule, forward and backward.
+struct kernel_calls {
+    cpx::index_t by_engine = 0, refused_by_engine = 0, on_tensor_cores = 0, plain = 0;
+
+    kernel_calls& operator+=(kernel_calls const& more) {
+        by_engine += more.by_engine, refused_by_engine += more.refused_by_engine;
+        on_tensor_cores += more.on_tensor_cores, plain += more.plain;
+        return *this;
+    }
+    /// Whose kernels computed full attention, forward.
+    std::string attention() const {
+        return by_engine == 0 ? "cpx" : refused_by_engine == 0 ? "cudnn" : "cudnn and cpx";
+    }
+    /// On what linear attention ran.
+    std::string delta_rule() const {
+        if (on_tensor_cores == 0) return plain == 0 ? "none" : "plain";
+        return plain == 0 ? "tensor cores" : "tensor cores and plain";
+    }
+};
+
 struct outcome {
     std::vector<double> log_probabilities; ///< by global row
     cpx::token_loss loss;
@@ -33,6 +54,7 @@ struct outcome {
     bool positions_equal = true;                            ///< to those of the input, on all ranks
     cpx::tally rows, states; ///< what all ranks sent: rows (relayouts and halos) and recurrent states
     needs counted;
+    kernel_calls kernels = {}; ///< of all ranks
 };
 
 /// Runs the model, forward and, if asked for, backward; what comes of it is rank 0's. Throws `cpx::error` on bad input.

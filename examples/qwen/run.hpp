@@ -35,6 +35,7 @@ linear_choice<R> choose_linear(strategy const& how, entry_sharding const& entry,
 struct account {
     cpx::tally rows, states; ///< sent
     index_t positions_equal = true;
+    kernel_calls kernels = {};
 };
 
 /// `make_rank(comm)` returns a rank R; `fixed`: whether its products have the same bits of any number of rows.
@@ -68,7 +69,7 @@ outcome run_ranks(cpx::hf_config const& config, input const& in, strategy const&
         auto const logp = step.forward(own_ids, own_labels);
         cpx::tensor<T, entry_sharding> local(entry, rank.rank(), 1);
         local.write(logp->value.read());
-        account own{rank.rows_sent(), rank.states_sent()};
+        account own{.rows = rank.rows_sent(), .states = rank.states_sent()};
 
         auto const loss = mean_token_loss(local.view(), std::as_const(labels).view(), comm);
         std::map<std::string, gradient<T>> gradients;
@@ -83,12 +84,14 @@ outcome run_ranks(cpx::hf_config const& config, input const& in, strategy const&
             for (std::size_t row = 0; row < rows.size(); ++row)
                 own.positions_equal &= where.axes()(axis, static_cast<index_t>(row)) ==
                                        in.position_ids[static_cast<std::size_t>(axis * in.batch.tokens() + rows[row])];
+        own.kernels = rank.kernels();
         std::vector<account> of_ranks(static_cast<std::size_t>(on.ranks));
         gather(comm, &own, of_ranks.data(), sizeof own);
         if (comm.rank() != 0) return;
         for (auto const& of : of_ranks) {
             result.rows += of.rows;
             result.states += of.states;
+            result.kernels += of.kernels;
             result.positions_equal &= of.positions_equal != 0;
         }
         result.log_probabilities.assign(all.data().data(), all.data().data() + all.data().count());

@@ -108,6 +108,18 @@ void carries_back(cpx::carry_plan<cpx::scan, zigzag> const& p, cpx::delta_rule_t
     cpx::gated_delta_rule_backward(p, t, to, {}, {}, comm);
 }
 
+// expect: recur of tensors that are not sharded as the plan
+void own_recurrence(cpx::carry_plan<cpx::serial, zigzag> const& p, view<sequential, device> x, view<zigzag, device> o,
+                    cpx::cuda::communicator& comm) {
+    cpx::recur(p, 0, cpx::cuda::recurrence_tensors{std::tuple(x), o}, comm);
+}
+
+// expect: recur of what is no cuda::recurrence_model of these tensors
+void no_recurrence(cpx::carry_plan<cpx::serial, zigzag> const& p, view<zigzag, device> x, view<zigzag, device> o,
+                   cpx::cuda::communicator& comm) {
+    cpx::recur(p, 0, cpx::cuda::recurrence_tensors{std::tuple(x), o}, comm);
+}
+
 // expect: gated_delta_rule wants a carry_plan, delta_rule_tensors, heads, options and a cpx::transport
 void carries_on_host(cpx::carry_plan<cpx::serial, zigzag> const& p, cpx::delta_rule_tensors<float, zigzag> const& t,
                      cpx::cuda::communicator& comm) {

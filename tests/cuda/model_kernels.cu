@@ -3,9 +3,11 @@
 #include "../../examples/qwen/cuda/products.cuh"
 
 #include <cpx/cpx.hpp>
-#include <cpx/cuda/conv_weight_sums.hpp>
+#include <cpx/cuda/elements.hpp>
 #include <cpx/ops.hpp>
 #include <cpx/ops/cuda/norm.hpp>
+
+#include <cpx/conv_weight_sums.cuh>
 
 #include <doctest/doctest.h>
 
@@ -265,9 +267,10 @@ TEST_SUITE("cuda") {
                                                        of(dy), dz);
             cpx::convolve_segment_backward_weight<float>(before, of(x), dz, dweight.h(), nullptr);
         }
-        std::span<float const> const bias;
-        cpx::cuda::add_conv_weight_sums<float>(on_device(), x.d(), dy.d(), weight.d(), bias, cpx::activation::silu,
-                                               batch, dweight.d(), {});
+        cpx::cuda::buffer<index_t> const offsets{batch.offsets()};
+        for_each_element(on_device(), channels, taps,
+                         cpx::kernels::conv_weight_sums<float>{x.d(), dy.d(), weight.d(), nullptr, true, offsets.data(),
+                                                               batch.sequences(), dweight.d(), nullptr});
         CHECK(dweight.error() < tolerance);
     }
 }

@@ -449,10 +449,21 @@ TEST_SUITE("cuda") {
                 cpx::delta_rule_gradient_tensors<float, by_tokens, M> const over{v, q, dk, dv, dg, dbeta};
                 cpx::gated_delta_rule_backward(plan, run, over, {1, 2, 16, 8}, {}, comm);
             });
+            std::vector<float> not_there(static_cast<std::size_t>(saved.starts.size()));
+            cpx::delta_rule_saved<float, M> lent;
+            lent.starts = {not_there.data(), saved.starts.size()}, lent.maps = {saved.maps.data(), saved.maps.size()};
+            tensors const of_lent{q, k, v, g, beta, written, {}, {}, &lent};
+            rejects({"nccl_delta_rule.cu", "gated_delta_rule_backward: saved states: expected memory of the current"},
+                    [&] {
+                        cpx::delta_rule_gradient_tensors<float, by_tokens, M> const fitting{v, o, dk, dv, dg, dbeta};
+                        cpx::gated_delta_rule_backward(plan, of_lent, fitting, {1, 2, 16, 8}, {}, comm);
+                    });
             meet();
             {
                 cpx::cuda::state_exchange by(comm);
                 cpx::gated_delta_rule(plan, tensors{q, k, v, g, beta, written}, {1, 2, 16, 8}, {}, by);
+                cpx::require(by.calls.plain > 0 && by.calls.on_tensor_cores == 0, "test", "calls of kernels",
+                             "plain ones, of float", "others");
                 auto const half = tensor(sharding, 8, stream);
                 auto of_half = tensor(sharding, 8, stream);
                 rejects({"nccl_delta_rule.cu", "cuda::state_exchange: elements of states and maps",
@@ -467,6 +478,32 @@ TEST_SUITE("cuda") {
                          "what it was", "another");
             comm.wait();
             meet();
+        });
+    }
+
+    TEST_CASE(
+        "as many segments as kernels run together are the most, and more are refused before anything is written") {
+        if (!has_gpus(1)) return;
+        group one(1);
+        one.run([&](cpx::nccl& joined, auto const&) {
+            cpx::cuda::stream const stream;
+            cpx::cuda::communicator comm(joined, stream);
+            auto const run = [&](std::size_t sequences, auto const& expect) {
+                auto const sharding = on_ranks::one_rank(lengths(std::vector<index_t>(sequences, 1)));
+                auto const tensor = [&] { return cpx::make_tensor<float>(sharding, 0, 1, comm.memory()); };
+                auto q = tensor(), g = tensor(), o = tensor();
+                q.write(std::vector<float>(sequences, 1));
+                cpx::delta_rule_tensors<float, by_tokens, cpx::cuda::memory> const t{q, q, q, g, q, o};
+                expect([&] { cpx::gated_delta_rule(cpx::carry<cpx::serial>(sharding, 0), t, {}, {}, comm); });
+                return o.read();
+            };
+            auto const refuses = [](auto const& call) {
+                rejects({"nccl_delta_rule.cu", "gated_delta_rule: segments that run together: expected at most 65535"},
+                        call);
+            };
+            CHECK(run(65536, refuses) == std::vector<float>(65536));
+            CHECK(run(65535, [](auto const& call) { call(); }).back() != 0);
+            comm.wait();
         });
     }
 }

@@ -28,16 +28,18 @@ using on_ranks::by_tokens;
 using reference::layer;
 
 /// c = before c + a b^T, an element one sum in float.
+template <class T, class C>
 struct product {
-    rows<float const> a, b;
+    rows<T const> a, b;
     bool a_turned, b_turned;
     index_t inner;
     float before;
-    rows<float> c;
+    rows<C> c;
     __device__ void operator()(index_t i, index_t j) const {
-        float sum = before == 0 ? 0 : c(i, j);
-        for (index_t k = 0; k < inner; ++k) sum += (a_turned ? a(k, i) : a(i, k)) * (b_turned ? b(k, j) : b(j, k));
-        c(i, j) = sum;
+        float sum = before == 0 ? 0 : static_cast<float>(c(i, j));
+        for (index_t k = 0; k < inner; ++k)
+            sum += static_cast<float>(a_turned ? a(k, i) : a(i, k)) * static_cast<float>(b_turned ? b(k, j) : b(j, k));
+        c(i, j) = static_cast<C>(sum);
     }
 };
 
@@ -61,7 +63,8 @@ private:
     std::function<void()> all_;
 };
 
-/// What the layer runs on.
+/// What the layer of elements T runs on.
+template <class T>
 struct on_gpu {
     meeting comm;
     cpx::cuda::state_exchange states{comm};
@@ -70,18 +73,21 @@ struct on_gpu {
     cpx::cuda::state_exchange& carrier() { return states; }
     void ended(auto const&...) { comm.meet(); }
     void ended_states(auto const&...) { comm.meet(); }
-    void linear(rows<float const> x, rows<float const> weight, rows<float> y) const {
-        multiply({x, weight, false, false, x.width(), 0, y});
+    void linear(rows<T const> x, rows<T const> weight, rows<T> y) const {
+        multiply<T>({x, weight, false, false, x.width(), 0, y});
     }
-    void linear_backward_input(rows<float const> dy, rows<float const> weight, rows<float> dx) const {
-        multiply({dy, weight, false, true, dy.width(), 1, dx});
+    void linear_backward_input(rows<T const> dy, rows<T const> weight, rows<T> dx) const {
+        multiply<T>({dy, weight, false, true, dy.width(), 1, dx});
     }
-    void linear_backward_weight(rows<float const> dy, rows<float const> x, rows<float> dweight) const {
-        multiply({dy, x, true, true, x.count(), 1, dweight});
+    void linear_backward_weight(rows<T const> dy, rows<T const> x, rows<float> dweight) const {
+        multiply<float>({dy, x, true, true, x.count(), 1, dweight});
     }
 
 private:
-    void multiply(product const& p) const { for_each_element(comm.memory(), p.c.count(), p.c.width(), p); }
+    template <class C>
+    void multiply(product<T, C> const& p) const {
+        for_each_element(comm.memory(), p.c.count(), p.c.width(), p);
+    }
 };
 
 /// Whole tensors: y, and gradients of x and of all weights, one behind the other.
@@ -105,50 +111,57 @@ floats joined(std::vector<floats> const& list) {
     return all;
 }
 
+template <class To, class From>
+std::vector<To> convert(std::vector<From> const& values) {
+    std::vector<To> list;
+    for (From const x : values) list.push_back(static_cast<To>(static_cast<float>(x)));
+    return list;
+}
+
 results on_host(layer<float> const& p, floats const& dy) {
     auto const d = reference::gradient<cpx::serial>(p, dy, on_ranks::one_rank(p.batch), cpx::sum_order::by_row);
     return {reference::run<cpx::serial>(p, on_ranks::one_rank(p.batch)), d.x, joined(d.weights)};
 }
 
-/// `make(rank)` returns the layer as `rank` runs it.
-template <class S, class Make>
+/// `make(rank)` returns the layer as `rank` runs it, on elements T, which hold its numbers.
+template <class T, class S, class Make>
 results on_gpus(group& gpus, layer<float> const& p, floats const& dy, S const& sharding, cpx::sum_order order,
                 Make const& make) {
     std::vector<cpx::section> const hidden{{1, p.config.hidden}};
     results r{floats(p.x.size(), NAN), floats(p.x.size(), NAN), {}};
-    floats const weights = joined(p.weights);
+    auto const weights = convert<T>(joined(p.weights));
     std::mutex guard;
     gpus.run([&](cpx::nccl& comm, auto const& meet) {
         cpx::cuda::stream const stream;
         {
-            on_gpu by(comm, stream, meet);
+            on_gpu<T> by(comm, stream, meet);
             int const rank = comm.rank();
             auto const memory = by.comm.memory();
             auto const net = make(rank);
             auto const there = [&](floats const& whole) {
-                auto made = cpx::make_tensor<float>(sharding, rank, p.config.hidden, memory);
-                auto const local = on_ranks::take(whole, hidden, sharding, rank);
+                auto made = cpx::make_tensor<T>(sharding, rank, p.config.hidden, memory);
+                auto const local = on_ranks::take(convert<T>(whole), hidden, sharding, rank);
                 made.write(local.elements());
                 return made;
             };
             auto const x = there(p.x), of_y = there(dy);
             auto y = there(p.x), dx = there(p.x);
-            auto w = memory.template zeros<float>("test", {std::ssize(weights)});
+            auto w = memory.template zeros<T>("test", {std::ssize(weights)});
             auto dw = memory.template zeros<float>("test", {std::ssize(weights)});
-            memory.write(w.data(), std::span<float const>(weights));
-            auto const of_w = parameters<float const>(w.data(), p.config);
-            typename std::remove_cvref_t<decltype(net)>::template saved_of<float, cpx::cuda::memory> saved;
+            memory.write(w.data(), std::span<T const>(weights));
+            auto const of_w = parameters<T const>(w.data(), p.config);
+            typename std::remove_cvref_t<decltype(net)>::template saved_of<T, cpx::cuda::memory> saved;
             by.comm.meet();
 
             net(of_w, x, y, by, {{}, &saved});
-            cpx::gated_delta_net_gradients<float, S, cpx::cuda::memory> const to{
-                dx, parameters<float>(dw.data(), p.config), order};
+            cpx::gated_delta_net_gradients<T, S, cpx::cuda::memory> const to{dx, parameters<float>(dw.data(), p.config),
+                                                                             order};
             gated_delta_net_backward(net, of_w, x, saved, of_y, to, by);
             cpx::sum_over_ranks(std::span<float>(dw.data(), weights.size()), by.comm);
             by.comm.meet();
 
             std::lock_guard const lock(guard);
-            auto const put = [&](floats const& local, floats& whole) {
+            auto const put = [&](std::vector<T> const& local, floats& whole) {
                 auto from = local.begin();
                 sharding.for_each_piece(rank, [&](cpx::range piece) {
                     auto const count = piece.size() * p.config.hidden;
@@ -180,7 +193,7 @@ floats decode_on_gpus(group& gpus, layer<float> const& p, S const& sharding, Mak
     gpus.run([&](cpx::nccl& comm, auto const& meet) {
         cpx::cuda::stream const stream;
         {
-            on_gpu by(comm, stream, meet);
+            on_gpu<float> by(comm, stream, meet);
             int const rank = comm.rank();
             index_t const hidden = p.config.hidden;
             auto const memory = by.comm.memory();
@@ -255,10 +268,22 @@ std::vector<floats> convolved(by_tokens const& sharding, index_t channels, index
     return {y.read(), before.read(), after.read()};
 }
 
+/// How far a layer of elements T may be from that of float on the same numbers.
+struct limits {
+    double y, dx, dweights;
+};
+template <class T>
+constexpr limits most{1e-5, 1e-5, 1e-5};
+/// Twice what rounding alone does: a layer in double of this size, of which every tensor that is bfloat16 here, and its
+/// gradient, was rounded to that, was off by up to 6.0e-3, 1.08e-2 and 9.0e-3 (six drawings of its numbers).
+template <>
+constexpr limits most<__nv_bfloat16>{1.2e-2, 2.2e-2, 1.8e-2};
+
+template <class T>
 void check_close(results const& got, results const& expected) {
-    CHECK(on_ranks::relative_error(got.y, expected.y) <= 1e-5);
-    CHECK(on_ranks::relative_error(got.dx, expected.dx) <= 1e-5);
-    CHECK(on_ranks::relative_error(got.dweights, expected.dweights) <= 1e-5);
+    CHECK(on_ranks::relative_error(got.y, expected.y) <= most<T>.y);
+    CHECK(on_ranks::relative_error(got.dx, expected.dx) <= most<T>.dx);
+    CHECK(on_ranks::relative_error(got.dweights, expected.dweights) <= most<T>.dweights);
 }
 void check_same(results const& got, results const& expected) {
     CHECK(on_ranks::same_bits(got.y, expected.y));
@@ -269,33 +294,38 @@ void check_same(results const& got, results const& expected) {
 } // namespace
 
 TEST_SUITE("cuda") {
-    TEST_CASE(
-        "a gated delta net on GPUs is the host's with its gradients, by serial and by heads with the bits of one") {
+    TEST_CASE_TEMPLATE(
+        "a gated delta net on GPUs is the host's with its gradients, by serial and by heads with the bits of one", T,
+        float, __nv_bfloat16) {
         if (!has_gpus(2)) return;
         cpx::gated_delta_net_config const config{48, {2, 4, 24, 40}, 4, 64, 1e-6};
-        auto const p = reference::random_layer<float>(support::lengths({70, 0, 1, 130, 64, 3, 211}), config, true, 4);
+        auto p = reference::random_layer<float>(support::lengths({70, 0, 1, 130, 64, 3, 211}), config, true, 4);
+        auto const held = [](floats const& numbers) { return convert<float>(convert<T>(numbers)); };
+        p.x = held(p.x);
+        for (floats& weight : p.weights) weight = held(weight);
         support::splitmix numbers(9);
-        auto const dy = on_ranks::uniform<float>(numbers, std::ssize(p.x), 1);
+        auto const dy = held(on_ranks::uniform<float>(numbers, std::ssize(p.x), 1));
         auto const expected = on_host(p, dy);
         group one(1), gpus(2);
         auto const in_place = [&]<class How>(How, group& on, by_tokens const& sharding, cpx::sum_order order) {
-            return on_gpus(on, p, dy, sharding, order,
-                           [&](int rank) { return cpx::gated_delta_net(cpx::carry<How>(sharding, rank), config); });
+            return on_gpus<T>(on, p, dy, sharding, order,
+                              [&](int rank) { return cpx::gated_delta_net(cpx::carry<How>(sharding, rank), config); });
         };
         auto const alone = in_place(cpx::serial{}, one, on_ranks::one_rank(p.batch), cpx::sum_order::by_row);
-        check_close(alone, expected);
+        check_close<T>(alone, expected);
         by_tokens const aligned = cpx::shard(p.batch, cpx::zigzag<>(2), cpx::aligned<64>{}),
                         any = cpx::shard(p.batch, cpx::striped<>(2));
         check_same(in_place(cpx::serial{}, gpus, aligned, cpx::sum_order::by_row), alone);
-        check_close(in_place(cpx::scan{}, gpus, any, cpx::sum_order::by_rank), expected);
+        check_close<T>(in_place(cpx::scan{}, gpus, any, cpx::sum_order::by_rank), expected);
 
         using by_heads = cpx::head_sharded<>;
         by_heads const mix(2, p.batch, config.sections()), back(2, p.batch, config.output_sections());
-        check_same(on_gpus(gpus, p, dy, any, cpx::sum_order::by_row,
-                           [&](int rank) {
-                               return cpx::gated_delta_net(cpx::carry<cpx::serial>(mix, rank), relayout(any, mix, rank),
-                                                           relayout(back, any, rank), config);
-                           }),
+        check_same(on_gpus<T>(gpus, p, dy, any, cpx::sum_order::by_row,
+                              [&](int rank) {
+                                  return cpx::gated_delta_net(cpx::carry<cpx::serial>(mix, rank),
+                                                              relayout(any, mix, rank), relayout(back, any, rank),
+                                                              config);
+                              }),
                    alone);
     }
 
@@ -359,7 +389,7 @@ TEST_SUITE("cuda") {
         group one(1);
         one.run([](cpx::nccl& joined, auto const& meet) {
             cpx::cuda::stream const stream;
-            on_gpu by(joined, stream, meet);
+            on_gpu<float> by(joined, stream, meet);
             auto const sharding = on_ranks::one_rank(support::lengths({5}));
             auto const memory = by.comm.memory();
             auto x = cpx::make_tensor<float>(sharding, 0, 8, memory);

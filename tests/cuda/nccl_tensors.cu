@@ -468,14 +468,15 @@ TEST_SUITE("cuda") {
                 auto const refused = [&](std::string const& passage, auto const& of_y, auto const& taps_of, auto& to_x,
                                          auto& to_weight) {
                     meet();
-                    rejects({"nccl_tensors.cu", "cuda::causal_conv1d_backward: " + passage},
+                    rejects({"nccl_tensors.cu", "causal_conv1d_backward: " + passage},
                             [&] { run(of_y, taps_of, to_x, to_weight); });
                     meet();
                     CHECK(held() == first);
                 };
                 refused("sharding of dy", strange, weight, dx, dweight);
-                refused("width of dy: expected 8, got 7", narrow, weight, dx, dweight);
-                refused("width of weight: expected 4, got 5", dy, wide_weight, dx, dweight);
+                refused("shape of dy", narrow, weight, dx, dweight);
+                refused("shape of weight: expected (8, 4), the plan bringing 3 rows, got (8, 5)", dy, wide_weight, dx,
+                        dweight);
                 refused("sharding of dx", dy, weight, strange_dx, dweight);
                 refused("overlap of dx and dy", dx, weight, dx, dweight);
                 refused("shape of dweight", dy, weight, dx, dx);
@@ -489,6 +490,44 @@ TEST_SUITE("cuda") {
             CHECK(held() == first);
             comm.wait();
             meet();
+        });
+    }
+
+    TEST_CASE("where all ranks have all rows a convolution's weight and bias have each row's gradient once") {
+        if (!has_gpus(2)) return;
+        group(2).run([](cpx::nccl& joined, auto const& meet) {
+            cuda::stream const stream;
+            meeting comm(joined, stream, [&] { meet(); });
+            int const rank = comm.rank();
+            cpx::replicated<> const sharding(2, lengths({9, 14})), everywhere(2, cpx::thd({0, 2}));
+            auto const before = cpx::halo(sharding, rank, 0), after = cpx::halo(sharding, rank, 0, cpx::side::after);
+            auto const ones = [&](auto const& on, index_t columns) {
+                auto tensor = cpx::make_tensor<float>(on, comm, columns);
+                tensor.write(std::vector<float>(tensor.elements().size(), 1));
+                return tensor;
+            };
+            auto const x = ones(sharding, 2), dy = ones(sharding, 2), weight = ones(everywhere, 1);
+            auto dx = ones(sharding, 2), dbias = ones(everywhere, 1);
+            auto const summed = [&](auto const& backward) {
+                dbias.write(std::vector<float>(2));
+                backward();
+                cpx::sum_over_ranks(dbias.elements(), comm);
+                comm.wait();
+                meet();
+                return dbias.read();
+            };
+            for (auto const order : {cpx::sum_order::by_rank, cpx::sum_order::by_row})
+                CHECK(summed([&] {
+                          cpx::causal_conv1d_gradients to{dx, {}, dbias.elements()};
+                          to.order = order;
+                          cpx::causal_conv1d_backward(before, after, x, weight.data(), {}, cpx::activation::none, dy,
+                                                      to, comm);
+                      }) == std::vector<float>(2, 23));
+            cuda::conv_exchange<float, cpx::replicated<>> by(before, after, 2, comm);
+            CHECK(summed([&] {
+                      cuda::causal_conv1d_backward(by, x, weight.data(), {}, cpx::activation::none, dy,
+                                                   {dx, {}, dbias.elements()});
+                  }) == std::vector<float>(2, 23));
         });
     }
 

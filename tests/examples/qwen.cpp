@@ -51,6 +51,7 @@ void check_figures(json const& report, int ranks, bool wide, double loss, std::s
     for (json const& s : report.at("strategies")) {
         CAPTURE(s.dump());
         for (char const* key : {"attention", "linear", "carry", "cut"}) CHECK(s.at(key).is_string());
+        CHECK(!s.contains("kernels")); // of GPUs
         CHECK(s.at("ranks") == ranks);
         auto const& contract = s.at("contract"); // of the configuration alone; `exact` is what the types tell
         CHECK(contract.at("name") == "derived");

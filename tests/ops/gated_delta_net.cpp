@@ -242,6 +242,21 @@ TEST_SUITE("ops") {
         three.config.heads = {2, 3, 4, 6};
         support::rejects({"gated_delta_net: value heads: expected a multiple of the key heads 2, got 3"},
                          call(three, x, x));
+        auto const refused = [&](std::string const& name, auto change) {
+            for (index_t const none : {0, -1}) {
+                auto of_none = p;
+                change(of_none.config, none);
+                support::rejects({"gated_delta_net.cpp", "gated_delta_net: " + name + ": expected at least 1"},
+                                 call(of_none, x, x));
+            }
+        };
+        refused("hidden", [](auto& c, index_t n) { c.hidden = n; });
+        refused("kernel", [](auto& c, index_t n) { c.kernel = n; });
+        refused("chunk", [](auto& c, index_t n) { c.chunk = n; });
+        refused("key heads", [](auto& c, index_t n) { c.heads.key_heads = n; });
+        refused("value heads", [](auto& c, index_t n) { c.heads.value_heads = 2 * n; });
+        refused("key_dim", [](auto& c, index_t n) { c.heads.key_dim = n; });
+        refused("value_dim", [](auto& c, index_t n) { c.heads.value_dim = n; });
         for (double const eps : {-1.0, std::numeric_limits<double>::quiet_NaN()}) {
             auto wrong_eps = p;
             wrong_eps.config.eps = eps;

@@ -306,7 +306,10 @@ TEST_SUITE("ops") {
         support::rejects({"gated_delta_rule.cpp", "value heads: expected 0 to 2147483647, got 4294967296"},
                          call(nothing, {1, big, 2, 4}, {}));
         support::rejects({"value heads x key_dim x dim: expected less than 2^62"}, call(nothing, {2, 2, big, big}, {}));
-        support::rejects({"value heads x key_dim x dim: expected not negative"}, call(nothing, {2, 2, 2, -4}, {}));
+        support::rejects({"gated_delta_rule: value_dim: expected at least 1, got -4"},
+                         call(nothing, {2, 2, 2, -4}, {}));
+        support::rejects({"gated_delta_rule: value heads: expected at least 1, got 0"},
+                         call(nothing, {2, 0, 4, 4}, {}));
         support::rejects({"gated_delta_rule: chunk: expected at least 1, got 0"}, call(nothing, heads, {.chunk = 0}));
         rejects("shape of q: expected (11, 4), got (11, 8)", [&](auto& t) { t.q = eight; });
         rejects("shape of k: expected (11, 4), got (11, 2)", [&](auto& t) { t.k = two; });

@@ -36,6 +36,27 @@ inline cpx::cuda::attention_engine* cudnn_of_device() {
     return at->second.get();
 }
 
+/// Asks another engine, and counts what it did.
+class counting_engine final : public cpx::cuda::attention_engine {
+public:
+    explicit counting_engine(cpx::cuda::attention_engine& asked) : asked_(asked) {}
+    bool attend(cpx::cuda::attention_task<__nv_bfloat16> const& task, cpx::caller here) override {
+        return counted(asked_.attend(task, here));
+    }
+    bool attend(cpx::cuda::attention_task<__half> const& task, cpx::caller here) override {
+        return counted(asked_.attend(task, here));
+    }
+
+    cpx::index_t served = 0, refused = 0;
+
+private:
+    bool counted(bool serves) {
+        ++(serves ? served : refused);
+        return serves;
+    }
+    cpx::cuda::attention_engine& asked_;
+};
+
 /// The transport of ranks some of which are threads of one process, of which none may allocate memory while another
 /// one's exchange waits for it: all end an exchange before one goes on.
 class ending_communicator : public cpx::cuda::communicator {
@@ -78,7 +99,8 @@ public:
     /// `everyone`: where all ranks of this process meet; those that fail leave.
     gpu_rank(checkpoint<float> const& of, cpx::nccl& ranks, int experts_over, std::barrier<>& everyone, bool fixed)
         : model(of), everyone_(everyone), product_(stream_, fixed), comm(ranks, stream_, everyone), states_(comm) {
-        if (std::same_as<T, __nv_bfloat16> && !fixed) engine_ = cudnn_of_device();
+        if (std::same_as<T, __nv_bfloat16> && !fixed)
+            if (auto* const cudnn = cudnn_of_device()) engine_.emplace(*cudnn);
         if (experts_over < ranks.ranks()) some_ = ranks.split(ranks.rank() / experts_over);
         neighbours_.emplace(some_ ? *some_ : ranks, stream_, everyone);
         model.each([&](std::string const& name, cpx::rows<float const> w) {
@@ -111,7 +133,11 @@ public:
     }
     neighbours_type& neighbours() { return *neighbours_; }
     /// Returns null where cpx's own kernels compute attention, as they do where bits are fixed.
-    cpx::cuda::attention_engine* attention_engine() const { return engine_; }
+    cpx::cuda::attention_engine* attention_engine() { return engine_ ? &*engine_ : nullptr; }
+    kernel_calls kernels() const {
+        return {engine_ ? engine_->served : 0, engine_ ? engine_->refused : 0, states_.calls.on_tensor_cores,
+                states_.calls.plain};
+    }
     cpx::cuda::state_exchange& carrier() { return states_; }
     void ended(cpx::plan const& of = {}, index_t width = 0) {
         comm.end();
@@ -163,7 +189,7 @@ private:
     void add_states(cpx::plan const& step, index_t width) { states_sent_ += comm.template tally<float>(step, width); }
     std::unique_ptr<cpx::nccl> some_;               ///< the neighbours, if they are not all ranks
     std::optional<ending_communicator> neighbours_; ///< that share the experts
-    cpx::cuda::attention_engine* engine_ = nullptr;
+    std::optional<counting_engine> engine_;
     cpx::cuda::state_exchange states_;
     cpx::tally states_sent_;
     std::map<std::string, cpx::cuda::buffer<T>> weights_;

@@ -11,6 +11,7 @@
 #include <cpx/cuda/nvtx.hpp>
 
 #include <cpx/conv_grid.cuh>
+#include <cpx/conv_weight_sums.cuh> // for sums in the order of the batch
 
 #include <algorithm>
 #include <array>
@@ -60,16 +61,6 @@ void launch_convolution(void (*kernel)(P...), index_t blocks, dim3 threads, cuda
     launch(kernel, dims(blocks), threads, 0, in, "cudaLaunchKernelEx", here, arguments...);
 }
 
-/// What the rows of a convolution have to fit.
-struct conv_sizes {
-    index_t rows, taps, halo_rows;
-    int device;
-    bool has_backward;
-};
-inline conv_sizes sizes_of(conv_plan const& plan) {
-    return {plan.rows(), plan.taps(), plan.halo_rows(), plan.device(), plan.has_backward()};
-}
-
 /// What every call of a convolution reads on a rank. `y`: its result or the gradient of that, rows or parts.
 template <class T, class W>
 struct convolved {
@@ -91,15 +82,15 @@ struct convolved {
     }
     /// Throws `cpx::error` unless it fits, and `y`, which is called `what`.
     template <class Y>
-    void check(char const* where, conv_sizes const& fit, char const* what, Y const& y, caller here) const {
+    void check(char const* where, conv_plan const& fit, char const* what, Y const& y, caller here) const {
         index_t const channels = weight.count();
         cpx::detail::require_activation(where, act, here);
-        require(current_device() == fit.device, where, "current device", fit.device, current_device(), here);
-        require(weight.width() == fit.taps, where, "width of weight", fit.taps, weight.width(), here);
+        require(current_device() == fit.device(), where, "current device", fit.device(), current_device(), here);
+        require(weight.width() == fit.taps(), where, "width of weight", fit.taps(), weight.width(), here);
         require(bias.empty() || std::ssize(bias) == channels, where, "size of bias", channels, bias.size(), here);
-        require_rows(where, {{"weight", weight}, {"bias", bias}, {"x", x, fit.rows, channels}}, here);
-        require_rows(where, {{"halo", halo, fit.halo_rows, channels}}, here);
-        require_result(where, what, y, fit.rows, channels, here);
+        require_rows(where, {{"weight", weight}, {"bias", bias}, {"x", x, fit.rows(), channels}}, here);
+        require_rows(where, {{"halo", halo, fit.halo_rows(), channels}}, here);
+        require_result(where, what, y, fit.rows(), channels, here);
         require(!normalises(y) || in_vectors(y), where, "taps and alignment for heads to be normalised",
                 "4, and rows at multiples of 16 bytes", "others", here);
     }
@@ -150,7 +141,7 @@ auto in_form(Y const& y) {
 
 /// Throws `cpx::error` unless a convolution fits.
 template <class T, class W, class Y>
-void check_convolution(convolved<T, W> const& of, conv_sizes const& fit, Y const& y, caller here) {
+void check_convolution(convolved<T, W> const& of, conv_plan const& fit, Y const& y, caller here) {
     char const* const where = "cuda::causal_conv1d";
     of.check(where, fit, "y", y, here);
     of.require_apart(where, operands("y", y), here);
@@ -186,14 +177,14 @@ void launch_edge(conv_plan const& plan, convolved<T, W> const& of, Dy const& dy,
 
 /// Throws `cpx::error` unless a backward fits.
 template <class T, class W, class Dy>
-void check_backward(convolved<T, W> const& of, conv_sizes const& fit, Dy const& dy,
-                    causal_conv1d_gradients<T> const& to, caller here) {
+void check_backward(convolved<T, W> const& of, conv_plan const& fit, Dy const& dy, causal_conv1d_gradients<T> const& to,
+                    caller here) {
     char const* const where = "cuda::causal_conv1d_backward";
     index_t const channels = of.weight.count();
-    require(fit.has_backward, where, "plan of rows after the segments", "one", "none", here);
+    require(fit.has_backward(), where, "plan of rows after the segments", "one", "none", here);
     of.check(where, fit, "dy", dy, here);
-    require_rows(where, {{"dx", to.dx, fit.rows, channels}}, here);
-    if (to.dweight.data()) require_rows(where, {{"dweight", to.dweight, channels, fit.taps}}, here);
+    require_rows(where, {{"dx", to.dx, fit.rows(), channels}}, here);
+    if (to.dweight.data()) require_rows(where, {{"dweight", to.dweight, channels, fit.taps()}}, here);
     require(to.dbias.empty() || std::ssize(to.dbias) == channels, where, "size of dbias", channels, to.dbias.size(),
             here);
     require_memory(where, {{"dbias", to.dbias}}, here);
@@ -271,7 +262,7 @@ void causal_conv1d(conv_plan const& plan, rows<A> x, std::type_identity_t<rows<A
     using T = std::remove_const_t<A>;
     auto const result = detail::in_form<T>(y);
     detail::convolved<T, std::remove_const_t<W>> const of{x, halo, weight, bias, act};
-    detail::check_convolution(of, detail::sizes_of(plan), result, here);
+    detail::check_convolution(of, plan, result, here);
     detail::launch_forward(plan, of, result, in, here);
 }
 
@@ -291,7 +282,7 @@ void causal_conv1d_backward_edge(conv_plan const& plan, rows<A> x, std::type_ide
     convolved<T, std::remove_const_t<W>> const of{x, halo, weight, bias, act};
     auto const given_dy = in_form<T const>(dy);
     require(plan.has_backward(), where, "plan of rows after the segments", "one", "none", here);
-    of.check(where, sizes_of(plan), "dy", given_dy, here); // vectors, too: refused here, not after an exchange
+    of.check(where, plan, "dy", given_dy, here); // vectors, too: refused here, not after an exchange
     require_rows(where, {{"edge", edge, plan.edge_rows(), weight.count()}}, here);
     std::array const written{operand("edge", edge)};
     of.require_apart(where, written, here);
@@ -316,7 +307,7 @@ void causal_conv1d_backward(conv_plan const& plan, rows<A> x, std::type_identity
     using T = std::remove_const_t<A>;
     auto const given_dy = detail::in_form<T const>(dy);
     detail::convolved<T, std::remove_const_t<W>> const of{x, halo, weight, bias, act};
-    detail::check_backward(of, detail::sizes_of(plan), given_dy, to, here);
+    detail::check_backward(of, plan, given_dy, to, here);
     detail::require_brought(plan, weight.count(), edge, dz_halo, to, here);
     detail::launch_backward(plan, of, given_dy, edge, dz_halo, to, in, here);
 }

@@ -138,6 +138,13 @@ void require_states(char const* where, char const* what, gated_delta_rule_shape 
     require_memory(where, {{what, states}}, here);
 }
 
+/// How many sequences a call may have: as many as there are rows of blocks.
+inline constexpr std::size_t delta_most_sequences = 65535;
+
+inline void require_delta_tokens(char const* where, index_t tokens, caller here) {
+    require(tokens < (index_t{1} << 31) - 128, where, "tokens", "less than 2^31 - 128", tokens, here);
+}
+
 /// Throws `cpx::error` unless sizes make sense and the rows that are read fit them, among them beta if `Erases`.
 template <bool Erases, class In>
 void require_delta_rows(char const* where, gated_delta_rule_shape const& shape, In const& in, caller here) {
@@ -148,7 +155,7 @@ void require_delta_rows(char const* where, gated_delta_rule_shape const& shape, 
     require(shape.key_dim >= 1 && shape.key_dim <= 256, where, "key_dim", "from 1 to 256", shape.key_dim, here);
     require(shape.value_dim >= 1 && shape.value_dim <= 65536, where, "value_dim", "from 1 to 65536", shape.value_dim,
             here);
-    require(tokens < (index_t{1} << 31) - 128, where, "tokens", "less than 2^31 - 128", tokens, here);
+    require_delta_tokens(where, tokens, here);
     index_t const keys = shape.key_heads * shape.key_dim, values = shape.value_heads * shape.value_dim;
     require_rows(where, {{"q", in.q, tokens, keys}, {"k", in.k, tokens, keys}, {"v", in.v, tokens, values}}, here);
     require_rows(where, {{"g", in.g, tokens, shape.value_heads}}, here);
@@ -164,8 +171,8 @@ void require_delta_input(char const* where, gated_delta_rule_shape const& shape,
                          caller here) {
     require_delta_rows<Erases>(where, shape, in, here);
     require(shape.stretch >= 0, where, "stretch", "not negative", shape.stretch, here);
-    require(!in.offsets.empty() && in.offsets.size() <= 65536, where, "size of offsets", "from 1 to 65536",
-            in.offsets.size(), here);
+    require(!in.offsets.empty() && in.offsets.size() <= delta_most_sequences + 1, where, "size of offsets",
+            "from 1 to 65536", in.offsets.size(), here);
     require(in.first.empty() || in.first.size() + 1 == in.offsets.size(), where, "size of first", in.offsets.size() - 1,
             in.first.size(), here);
     require(in.counts.empty() || in.counts.size() + 1 == in.offsets.size(), where, "size of counts",

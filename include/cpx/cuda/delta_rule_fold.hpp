@@ -9,6 +9,43 @@
 
 namespace cpx::cuda {
 
+namespace detail {
+
+/// Runs `gated_delta_rule_fold`, and that of the backward, of a call that fits.
+template <bool Erases, class T>
+delta_rule_path run_delta_fold(delta_call<Erases, T> const& of, std::span<float> maps, std::span<float> ends) {
+    if (of.space.sequences == 0) return delta_rule_path::plain;
+    if constexpr (std::same_as<T, __nv_bfloat16>)
+        if (of.space.hopper && row_vector(of.in.k, of.in.v) == 16) {
+            launch_delta_hopper_fold(of, maps, ends);
+            return delta_rule_path::tensor_cores;
+        }
+    of.make_plan();
+    int const of_maps = Erases ? kernels::delta::plain_blocks(static_cast<int>(of.shape.key_dim)) : 0;
+    with_lane_columns(of.shape.key_dim, [&](auto channels) {
+        of.launch_plain("delta_rule_plain_fold", kernels::delta_rule_plain_fold<T, channels>, of_maps, of.tokens(),
+                        maps.data(), ends.data());
+    });
+    return delta_rule_path::plain;
+}
+template <bool Erases, class T>
+delta_rule_path run_delta_fold_back(delta_call<Erases, T> const& of, rows<T const> dout, std::span<float> dstates) {
+    if (of.space.sequences == 0) return delta_rule_path::plain;
+    if constexpr (std::same_as<T, __nv_bfloat16>)
+        if (of.space.hopper && row_vector(of.in.q, of.in.k, dout) == 16) {
+            launch_delta_hopper_backward_fold(of, dout, dstates);
+            return delta_rule_path::tensor_cores;
+        }
+    of.make_plan();
+    with_lane_columns(of.shape.key_dim, [&](auto channels) {
+        of.launch_plain("delta_rule_plain_fold_back", kernels::delta_rule_plain_fold_back<T, channels>, 0, of.tokens(),
+                        delta_view(dout), dstates.data());
+    });
+    return delta_rule_path::plain;
+}
+
+} // namespace detail
+
 /// Returns the bytes of workspace that `gated_delta_rule_fold` and its backward want.
 template <gpu_number T, erases Of = erases::yes>
 index_t gated_delta_rule_fold_workspace(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences) {
@@ -46,20 +83,7 @@ delta_rule_path gated_delta_rule_fold(gated_delta_rule_shape const& shape,
     auto const space = delta_fold_space<Erases, T>(shape, tokens, sequences);
     require_bytes(where, "workspace", space.bytes, workspace, here);
     require_delta_apart(where, in, {{"maps", maps}, {"ends", ends}, {"workspace", workspace}}, {}, here);
-    if (sequences == 0) return delta_rule_path::plain;
-    delta_call<Erases, T> const call{shape, in, space, workspace.data(), stream, here};
-    if constexpr (std::same_as<T, __nv_bfloat16>)
-        if (space.hopper && row_vector(in.k, in.v) == 16) {
-            launch_delta_hopper_fold(call, maps, ends);
-            return delta_rule_path::tensor_cores;
-        }
-    call.make_plan();
-    int const of_maps = Erases ? kernels::delta::plain_blocks(static_cast<int>(shape.key_dim)) : 0;
-    with_lane_columns(shape.key_dim, [&](auto channels) {
-        call.launch_plain("delta_rule_plain_fold", kernels::delta_rule_plain_fold<T, channels>, of_maps, call.tokens(),
-                          maps.data(), ends.data());
-    });
-    return delta_rule_path::plain;
+    return run_delta_fold<Erases, T>({shape, in, space, workspace.data(), stream, here}, maps, ends);
 }
 
 /// Computes what the outputs of every segment alone make the gradient of the state before it: M^T dS + this is that
@@ -83,19 +107,7 @@ delta_rule_path gated_delta_rule_backward_fold(gated_delta_rule_shape const& sha
     auto const space = delta_fold_space<Erases, T>(shape, tokens, sequences);
     require_bytes(where, "workspace", space.bytes, workspace, here);
     require_delta_apart(where, in, {{"dstates", dstates}, {"workspace", workspace}}, {{"dout", dout}}, here);
-    if (sequences == 0) return delta_rule_path::plain;
-    delta_call<Erases, T> const call{shape, in, space, workspace.data(), stream, here};
-    if constexpr (std::same_as<T, __nv_bfloat16>)
-        if (space.hopper && row_vector(in.q, in.k, dout) == 16) {
-            launch_delta_hopper_backward_fold(call, dout, dstates);
-            return delta_rule_path::tensor_cores;
-        }
-    call.make_plan();
-    with_lane_columns(shape.key_dim, [&](auto channels) {
-        call.launch_plain("delta_rule_plain_fold_back", kernels::delta_rule_plain_fold_back<T, channels>, 0,
-                          call.tokens(), delta_view(dout), dstates.data());
-    });
-    return delta_rule_path::plain;
+    return run_delta_fold_back<Erases, T>({shape, in, space, workspace.data(), stream, here}, dout, dstates);
 }
 
 } // namespace cpx::cuda

@@ -19,6 +19,34 @@ void require_saved(char const* where, gated_delta_rule_shape const& shape, gated
     require_bytes(where, "saved", bytes, in.saved, here);
 }
 
+/// Runs `gated_delta_rule`, and its backward, of a call that fits.
+template <bool Erases, class T>
+delta_rule_path run_delta(delta_call<Erases, T> const& of, rows<T> o, std::span<float> last) {
+    auto const range = Erases ? named_range<"cpx gated_delta_rule">() : named_range<"cpx head_decay_attention">();
+    if (of.space.sequences == 0) return delta_rule_path::plain;
+    if constexpr (std::same_as<T, __nv_bfloat16>)
+        if (of.space.hopper && row_vector(of.in.q, of.in.k, of.in.v, o) == 16) {
+            launch_delta_hopper(of, o, last);
+            return delta_rule_path::tensor_cores;
+        }
+    launch_delta_plain(of, o, last, {});
+    return delta_rule_path::plain;
+}
+template <bool Erases, class T>
+delta_rule_path run_delta_backward(delta_call<Erases, T> const& of, rows<T const> dout, std::span<float const> dlast,
+                                   gated_delta_rule_gradients<T> const& to) {
+    auto const range =
+        Erases ? named_range<"cpx gated_delta_rule_backward">() : named_range<"cpx head_decay_attention_backward">();
+    if (of.space.sequences == 0) return delta_rule_path::plain;
+    if constexpr (std::same_as<T, __nv_bfloat16>)
+        if (of.space.hopper) {
+            launch_delta_hopper_backward(of, dout, dlast, to);
+            return delta_rule_path::tensor_cores;
+        }
+    launch_delta_plain_backward(of, dout, dlast, to);
+    return delta_rule_path::plain;
+}
+
 } // namespace detail
 
 /// Returns the bytes of workspace that a forward wants, of `tokens` rows in `sequences`, whatever the path; `saved`: if
@@ -65,7 +93,6 @@ delta_rule_path gated_delta_rule(gated_delta_rule_shape const& shape,
     using namespace detail;
     constexpr bool Erases = Of == erases::yes;
     char const* const where = "cuda::gated_delta_rule";
-    auto const range = Erases ? named_range<"cpx gated_delta_rule">() : named_range<"cpx head_decay_attention">();
     require_delta_input<Erases>(where, shape, in, here);
     require_rows(where, {{"o", o, in.k.count(), shape.value_heads * shape.value_dim}}, here);
     require_states(where, "last", shape, in, last, here);
@@ -73,18 +100,10 @@ delta_rule_path gated_delta_rule(gated_delta_rule_shape const& shape,
         delta_forward_space<Erases, T>(shape, in.k.count(), std::ssize(in.offsets) - 1, !in.saved.empty());
     require_bytes(where, "workspace", space.bytes, workspace, here);
     require_saved(where, shape, in, here);
+    require(in.saved.empty() || !space.hopper || row_vector(in.q, in.k, in.v, o) == 16, where, "rows",
+            "at multiples of 16 bytes, or nothing saved", "others", here);
     require_delta_apart(where, in, {{"o", o}, {"last", last}, {"workspace", workspace}, {"saved", in.saved}}, {}, here);
-    if (in.offsets.size() == 1) return delta_rule_path::plain;
-    delta_call<Erases, T> const call{shape, in, space, workspace.data(), stream, here};
-    if constexpr (std::same_as<T, __nv_bfloat16>)
-        if (space.hopper && row_vector(in.q, in.k, in.v, o) == 16) {
-            launch_delta_hopper(call, o, last);
-            return delta_rule_path::tensor_cores;
-        }
-    require(in.saved.empty() || !space.hopper, where, "rows", "at multiples of 16 bytes, or nothing saved", "others",
-            here);
-    launch_delta_plain(call, o, last, {});
-    return delta_rule_path::plain;
+    return run_delta<Erases, T>({shape, in, space, workspace.data(), stream, here}, o, last);
 }
 
 /// Computes the gradients of `gated_delta_rule`, given those of o and of the last states, `dlast`, or none.
@@ -101,8 +120,6 @@ gated_delta_rule_backward(gated_delta_rule_shape const& shape,
     using namespace detail;
     constexpr bool Erases = Of == erases::yes;
     char const* const where = "cuda::gated_delta_rule_backward";
-    auto const range =
-        Erases ? named_range<"cpx gated_delta_rule_backward">() : named_range<"cpx head_decay_attention_backward">();
     require_delta_input<Erases>(where, shape, in, here);
     index_t const tokens = in.k.count(), keys = shape.key_heads * shape.key_dim;
     index_t const values = shape.value_heads * shape.value_dim;
@@ -116,6 +133,8 @@ gated_delta_rule_backward(gated_delta_rule_shape const& shape,
     auto const space = delta_backward_space<Erases, T>(shape, tokens, std::ssize(in.offsets) - 1, !in.saved.empty());
     require_bytes(where, "workspace", space.bytes, workspace, here);
     require_saved(where, shape, in, here);
+    require(!space.hopper || row_vector(in.q, in.k, in.v, dout, to.dq, to.dk, to.dv) == 16, where, "rows",
+            "at multiples of 16 bytes, or shape.path = plain", "others", here);
     require_delta_apart(where, in,
                         {{"dq", to.dq},
                          {"dk", to.dk},
@@ -125,17 +144,7 @@ gated_delta_rule_backward(gated_delta_rule_shape const& shape,
                          {"dstate", to.dstate},
                          {"workspace", workspace}},
                         {{"dout", dout}, {"dlast", dlast}, {"saved", in.saved}}, here);
-    if (in.offsets.size() == 1) return delta_rule_path::plain;
-    delta_call<Erases, T> const call{shape, in, space, workspace.data(), stream, here};
-    if constexpr (std::same_as<T, __nv_bfloat16>)
-        if (space.hopper) {
-            require(row_vector(in.q, in.k, in.v, dout, to.dq, to.dk, to.dv) == 16, where, "rows",
-                    "at multiples of 16 bytes, or shape.path = plain", "others", here);
-            launch_delta_hopper_backward(call, dout, dlast, to);
-            return delta_rule_path::tensor_cores;
-        }
-    launch_delta_plain_backward(call, dout, dlast, to);
-    return delta_rule_path::plain;
+    return run_delta_backward<Erases, T>({shape, in, space, workspace.data(), stream, here}, dout, dlast, to);
 }
 
 } // namespace cpx::cuda

@@ -2,40 +2,14 @@
 // Causal depthwise convolution over sequences on any sharding.
 #pragma once
 
-#include <cpx/layout/sharded.hpp>
-#include <cpx/ops/local/causal_conv.hpp>
-#include <cpx/ops/weight_sums.hpp>
-#include <cpx/plan/halo.hpp>
-#include <cpx/transport/exchange.hpp>
+#include <cpx/ops/convolution.hpp>
 
+#include <concepts>
 #include <span>
 
 namespace cpx {
 
 namespace detail {
-
-/// Copies the rows beside segment `i`, after those that precede them all, into `buffer` and returns them, in token
-/// order.
-template <class T, any_sharding S>
-rows<T const> rows_beside(halo_plan<S> const& plan, std::size_t i, rows<T const> own, rows<T const> halo,
-                          std::vector<T>& buffer, std::span<T const> preceding = {}) {
-    buffer.assign(preceding.begin(), preceding.end());
-    index_t count = own.width() > 0 ? std::ssize(preceding) / own.width() : 0;
-    for (std::size_t k = plan.begin[i]; k < plan.begin[i + 1]; ++k) {
-        halo_run const& beside = plan.runs[k];
-        rows<T const> const from = (beside.halo ? halo : own).sub(beside.first, beside.count);
-        for (index_t row = 0; row < beside.count; ++row)
-            buffer.insert(buffer.end(), from.row(row), from.row(row) + own.width());
-        count += beside.count;
-    }
-    return {buffer.data(), count, own.width()};
-}
-
-/// Returns what must be alike on all ranks of a convolution.
-template <class T>
-identity::arguments convolution_arguments(activation act, std::span<T const> bias) {
-    return {identity::word(act == activation::silu ? "silu" : "none"), identity::word(bias.empty() ? "none" : "given")};
-}
 
 /// Throws `cpx::error` unless `weight` is (channels, K) for a halo of K - 1 rows on that side of a segment.
 template <class T, any_sharding S>
@@ -52,39 +26,9 @@ void require_taps(char const* where, halo_plan<S> const& plan, side wanted, rows
                 shape(weight.count(), weight.width()), here);
 }
 
-} // namespace detail
-
-/// The K newest rows of every sequence, before the convolution: what a convolution that goes on from here must know.
-///
-/// Each is (sequences, K * channels), the newest row last, or empty for none. `initial` stands for tokens before the
-/// batch, zeros for none; it is read on every rank that holds one of the first K - 1 tokens of a sequence. `final` is
-/// written on the rank where a sequence ends (rank 0 if it has no tokens) and elsewhere left alone. They may be the
-/// same.
-template <class T>
-struct causal_conv1d_states {
-    field<rows<T const>> initial = {};
-    field<rows<T>> final = {};
-    detail::no_more end = {};
-};
-
-namespace detail {
-
 /// Whether there are convolutions of tensors in memory M between the ranks of `Comm`.
 template <any_memory M, class Comm>
 inline constexpr bool convolves_by = std::same_as<M, host_memory> && transport<Comm>;
-
-/// What a convolution is given, on one rank.
-template <class T, any_sharding S, any_memory M = host_memory>
-struct convolution {
-    halo_plan<S> const& plan;
-    sharded<T const, S, M> x;
-    rows<T const> weight;
-    std::span<T const> bias;
-    activation act;
-    sharded<T, S, M> y;
-    causal_conv1d_states<T> states = {};
-    char const* where = "causal_conv1d";
-};
 
 /// Throws unless states fit, and what is written is apart from the rest.
 template <class T, any_sharding S, any_memory M>
@@ -100,61 +44,40 @@ void check_states(convolution<T, S, M> const& of, caller here) {
     require_apart(where, {final}, {initial}, here, in_place::yes);
 }
 
-/// Throws unless all fits. On devices: `ops/cuda/causal_conv1d.hpp`, as all that follows.
-template <class T, any_sharding S, class Comm>
-void check_convolution(convolution<T, S> const& of, Comm const&, caller here) {
+/// Throws unless operands of known shapes lie where a memory can have them, and their rows apart; the host's do. On
+/// devices: `ops/cuda/operands.hpp`.
+inline void require_there(host_memory const&, char const*, std::span<operand const>, caller) {}
+
+/// Throws unless a tensor of a convolution has this shape, and is where the plan and the ranks have it.
+template <class A, any_sharding S, any_memory M, class Comm>
+void require_convolved(char const* where, char const* what, sharded<A, S, M> const& x, halo_plan<S> const& plan,
+                       char const* whose, index_t channels, Comm const& comm, caller here) {
+    require_place(where, what, x, plan.sharding, plan.rank, whose, here);
+    require_in_memory(where, what, x, rank_memory(comm), "the communicator's", here);
+    require_shape(where, what, x.data(), plan.source_rows, channels, here);
+}
+
+/// Throws unless all fits.
+template <class T, any_sharding S, any_memory M, class Comm>
+void check_convolution(convolution<T, S, M> const& of, Comm const& comm, caller here) {
     auto const& [plan, x, weight, bias, act, y, states, where] = of;
-    require_place(where, "x", x, plan.sharding, plan.rank, "the plan's", here);
-    require_place(where, "y", y, plan.sharding, plan.rank, "the plan's", here);
     index_t const channels = x.data().width();
+    require_convolved(where, "x", x, plan, "the plan's", channels, comm, here);
+    require_convolved(where, "y", y, plan, "the plan's", channels, comm, here);
     require_activation(where, act, here);
     require_taps(where, plan, side::before, weight, channels, here);
     require(bias.empty() || std::ssize(bias) == channels, where, "size of bias", channels, bias.size(), here);
-    require_shape(where, "x", x.data(), plan.source_rows, channels, here);
-    require_shape(where, "y", y.data(), plan.source_rows, channels, here);
     check_states(of, here);
+    operand const given[] = {
+        {"x", x.data()},         {"y", y.data()}, {"weight", weight}, {"bias", bias}, {"states", states.initial},
+        {"states", states.final}};
+    require_there(x.memory(), where, given, here);
 }
 
-/// Runs a convolution of which all fits.
+/// Runs a convolution of which all fits. On devices: `ops/cuda/causal_conv1d.hpp`.
 template <class T, any_sharding S, class Comm>
 void convolve(convolution<T, S> const& of, Comm& comm, caller here) {
-    halo_plan<S> const& plan = of.plan;
-    sharded<T const, S> const& x = of.x;
-    sharded<T, S> const& y = of.y;
-    causal_conv1d_states<T> const& states = of.states;
-    char const* const where = of.where;
-    index_t const channels = x.data().width(), taps = plan.reach + 1, window = taps * channels;
-    thd const& batch = plan.sharding.batch();
-    auto halo_rows = zeros<T>(where, {plan.target_rows, channels}, here);
-    rows<T> const halo(halo_rows.data(), plan.target_rows, channels);
-    exchange_rows(plan, x.data(), halo, comm, here, {where, convolution_arguments(of.act, of.bias)});
-    conv_weights<T> const by{by_tap(of.weight), of.bias.empty() ? nullptr : of.bias.data(), of.act};
-    std::vector<T> history, newest;
-    auto const finish = [&](index_t sequence, rows<T const> before, rows<T const> own) {
-        if (!states.final.data()) return;
-        newest.assign(static_cast<std::size_t>(window), T{});
-        if (states.initial.data()) std::copy_n(states.initial.row(sequence), window, newest.data());
-        rows<T const> const all[] = {before, own};
-        for (rows<T const> const& some : all) // the last K rows of all these
-            for (index_t row = std::max<index_t>(0, some.count() - taps); row < some.count(); ++row)
-                newest.insert(newest.end(), some.row(row), some.row(row) + channels);
-        std::copy_n(newest.end() - window, window, states.final.row(sequence));
-    };
-    for (std::size_t i = 0; i < plan.segments.size(); ++i) {
-        segment const& s = plan.segments[i];
-        std::span<T const> preceding; // of the initial rows those within reach
-        if (states.initial.data() && s.token < plan.reach)
-            preceding = {states.initial.row(s.sequence) + (s.token + 1) * channels,
-                         static_cast<std::size_t>((plan.reach - s.token) * channels)};
-        auto const before = rows_beside<T, S>(plan, i, x.data(), halo, history, preceding);
-        auto const own = rows<T const>(x.data()).sub(s.row, s.count);
-        by.forward(before, own, y.data().sub(s.row, s.count));
-        index_t const skip = std::ssize(preceding) / std::max<index_t>(1, channels);
-        if (s.token + s.count == batch.length(s.sequence))
-            finish(s.sequence, before.sub(skip, before.count() - skip), own);
-    }
-    for (index_t s = 0; s < batch.sequences(); ++s)
-        if (batch.length(s) == 0 && (S::every_row || plan.rank == 0)) finish(s, {}, {});
+    run_convolution(host_convolution<T, S, Comm>(of, comm, here), here);
 }
 
 } // namespace detail
@@ -223,89 +146,59 @@ causal_conv1d_gradients(X&&, detail::any = {}, detail::any = {}, detail::any = {
 
 namespace detail {
 
-/// What the backward of a convolution is given, on one rank.
-template <class T, any_sharding S, any_memory M = host_memory>
-struct convolution_backward {
-    using sum = typename M::template sum<T>;
-    halo_plan<S> const &before, &after;
-    sharded<T const, S, M> x;
-    rows<T const> weight;
-    std::span<T const> bias;
-    activation act;
-    sharded<T const, S, M> dy;
-    sharded<T, S, M> dx;
-    rows<sum> dweight;
-    std::span<sum> dbias;
-    sum_order order;
-    char const* where = "causal_conv1d_backward";
-};
-
-template <class T, any_sharding S, class Comm>
-void check_convolution_backward(convolution_backward<T, S> const& of, Comm const&, caller here) {
+template <class T, any_sharding S, any_memory M, class Comm>
+void check_convolution_backward(convolution_backward<T, S, M> const& of, Comm const& comm, caller here) {
     auto const& [before, after, x, weight, bias, act, dy, dx, dweight, dbias, order, where] = of;
-    for (auto const* plan : {&before, &after})
-        require_place(where, "x", x, plan->sharding, plan->rank, "that of the plans", here);
-    require_place(where, "dy", dy, x, "that of x", here);
-    require_place(where, "dx", dx, x, "that of x", here);
     index_t const channels = x.data().width();
+    for (halo_plan<S> const* plan : {&before, &after}) {
+        require_convolved(where, "x", x, *plan, "that of the plans", channels, comm, here);
+        require_taps(where, *plan, plan == &before ? side::before : side::after, weight, channels, here);
+    }
+    require_convolved(where, "dy", dy, before, "that of x", channels, comm, here);
+    require_convolved(where, "dx", dx, before, "that of x", channels, comm, here);
     require_activation(where, act, here);
-    require_taps(where, before, side::before, weight, channels, here);
-    require_taps(where, after, side::after, weight, channels, here);
     require(bias.empty() || std::ssize(bias) == channels, where, "size of bias", channels, bias.size(), here);
-    require_shape(where, "x", x.data(), before.source_rows, channels, here);
-    require_shape(where, "dy", dy.data(), before.source_rows, channels, here);
-    require_shape(where, "dx", dx.data(), before.source_rows, channels, here);
     if (dweight.data()) require_shape(where, "dweight", dweight, channels, before.reach + 1, here);
     require(dbias.empty() || std::ssize(dbias) == channels, where, "size of dbias", channels, dbias.size(), here);
-    require_apart(where, {{"dx", dx.data()}, {"dweight", dweight}, {"dbias", dbias}},
-                  {{"x", x.data()}, {"dy", dy.data()}, {"weight", weight}, {"bias", bias}}, here);
+    operand const written[] = {{"dx", dx.data()}, {"dweight", dweight}, {"dbias", dbias}};
+    operand const read[] = {{"x", x.data()}, {"dy", dy.data()}, {"weight", weight}, {"bias", bias}};
+    require_apart(where, written, read, here);
+    require_there(x.memory(), where, written, here);
+    require_there(x.memory(), where, read, here);
 }
 
-/// Runs a backward of which all fits.
-template <class T, any_sharding S, class Comm>
-void convolve_backward(convolution_backward<T, S> const& to, Comm& comm, caller here) {
-    halo_plan<S> const &before = to.before, &after = to.after;
-    sharded<T const, S> const &x = to.x, &dy = to.dy;
-    char const* const where = to.where;
-    index_t const channels = x.data().width(), taps = before.reach + 1;
-    rows<T> const given = to.dweight;
-    auto const buffer = [&](index_t count) { return zeros<T>(where, {count, channels}, here); };
-    auto unwanted = buffer(given.data() || to.dbias.empty() ? 0 : taps);
-    rows<T> const dweight = given.data() ? given : rows<T>(unwanted, taps);
-    auto x_values = buffer(before.target_rows), dz_values = buffer(before.source_rows), beside = buffer(0);
-    auto future_values = buffer(after.target_rows);
-    rows<T> const x_halo(x_values.data(), before.target_rows, channels);
-    rows<T> const dz(dz_values.data(), before.source_rows, channels);
-    rows<T> const dz_halo(future_values.data(), after.target_rows, channels);
-    weight_sums const sums(x.sharding(), to.order, comm, here, where);
+/// Adds the terms of whole sequences, of which x and dy have some channels, in their order. On devices:
+/// `ops/cuda/causal_conv1d.hpp`, as what follows.
+template <class T, any_sharding S>
+void add_in_order(convolution_backward<T, S> const& to, rows<T const> x, rows<T const> dy, caller) {
     conv_weights<T> const by{by_tap(to.weight), to.bias.empty() ? nullptr : to.bias.data(), to.act};
-    run_for const of(where, convolution_arguments(to.act, to.bias));
-    exchange_rows(before, x.data(), x_halo, comm, here, of);
-    for (std::size_t i = 0; i < before.segments.size(); ++i) {
-        segment const& s = before.segments[i];
-        auto const history = rows_beside<T, S>(before, i, x.data(), x_halo, beside);
-        auto const own = rows<T const>(x.data()).sub(s.row, s.count);
-        by.backward_sums(history, own, dy.data().sub(s.row, s.count), dz.sub(s.row, s.count));
-        if (dweight.data() && !sums.moves() && sums.speaks())
-            add_weight_terms<T>(history, own, dz.sub(s.row, s.count), dweight,
-                                to.dbias.empty() ? nullptr : to.dbias.data());
+    sums_of_weights<T> sums(to.dweight, to.dbias, x.width(), to.weight.width());
+    thd const& batch = to.x.sharding().batch();
+    for (index_t s = 0; s < batch.sequences(); ++s) {
+        auto const own = x.sub(batch.offset(s), batch.length(s));
+        row_buffer<T> dz(own.count(), own.width());
+        by.backward_sums({}, own, dy.sub(batch.offset(s), batch.length(s)), dz.view());
+        sums.add({}, own, dz.view());
     }
-    if (dweight.data() && sums.moves()) { // whole sequences, some channels
-        auto const all_x = sums.share(x, channels, here);
-        auto const all_dz = sums.share(sharded(dz, x.sharding(), x.rank()), channels, here);
-        range const own = all_x.share;
-        thd const& batch = x.sharding().batch();
-        for (index_t s = 0; !own.empty() && s < batch.sequences(); ++s)
-            add_weight_terms<T>({}, all_x.data.sub(batch.offset(s), batch.length(s)),
-                                all_dz.data.sub(batch.offset(s), batch.length(s)), dweight.sub(own.first, own.size()),
-                                to.dbias.empty() ? nullptr : to.dbias.data() + own.first);
-    }
-    exchange_rows(after, dz, dz_halo, comm, here, of);
-    for (std::size_t i = 0; i < after.segments.size(); ++i) {
-        segment const& s = after.segments[i];
-        by.backward_input(dz.sub(s.row, s.count), rows_beside<T, S>(after, i, dz, dz_halo, beside),
-                          to.dx.data().sub(s.row, s.count));
-    }
+}
+template <class T, any_sharding S, class Comm, class F>
+void convolve_backward_by_rank(convolution_backward<T, S> const& to, Comm& comm, caller here, F&& more) {
+    run_convolution_backward(host_convolution_backward<T, S, Comm>(to, comm, here), here, more);
+}
+
+/// Runs a backward of which all fits. In the order of the batch some channels of whole sequences of x and dy go to
+/// every rank.
+template <class T, any_sharding S, any_memory M, class Comm>
+void convolve_backward(convolution_backward<T, S, M> const& to, Comm& comm, caller here) {
+    weight_sums const sums(to.x.sharding(), to.order, comm, here, to.where);
+    bool const in_order = to.order == sum_order::by_row && to.sums();
+    auto const add = [&] {
+        if (!in_order) return;
+        index_t const channels = to.x.data().width();
+        auto const all_x = sums.share(to.x, channels, here), all_dy = sums.share(to.dy, channels, here);
+        if (!all_x.share.empty()) add_in_order(to.channels(all_x.share), all_x.data, all_dy.data, here);
+    };
+    convolve_backward_by_rank(in_order || !sums.speaks() ? to.without_sums() : to, comm, here, add);
 }
 
 } // namespace detail

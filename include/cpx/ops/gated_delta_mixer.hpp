@@ -74,9 +74,8 @@ namespace detail {
 inline gated_delta_net_config const& checked(gated_delta_net_config const& config, caller here) {
     char const* const where = "gated_delta_net";
     require_delta_heads(where, config.heads, here);
+    require_sizes(where, {{"hidden", config.hidden}, {"kernel", config.kernel}, {"chunk", config.chunk}}, here);
     index_t const columns = columns_of(where, config.sections(), here);
-    require(config.kernel >= 1, where, "kernel", "at least 1", config.kernel, here);
-    require(config.chunk >= 1, where, "chunk", "at least 1", config.chunk, here);
     require(config.eps >= 0 && std::isfinite(config.eps), where, "eps", "0 or above", config.eps, here);
     product(where, "columns x kernel", {columns, config.kernel}, here);
     product(where, "columns x hidden", {columns, config.hidden}, here);
@@ -118,7 +117,7 @@ struct gated_delta_mixer {
     /// Throws unless the layer may run in this memory, and all that it is given is there.
     template <any_memory M>
     void check(char const* where, M const& memory, bool backward, std::span<operand const> given, caller here) const {
-        check_rule_in(memory, where, model(where), sharding(), backward, given, here);
+        check_rule_in(memory, where, model(where), states, backward, given, here);
     }
 
     /// x: rows of `config.sections()`; o: rows of `config.output_sections()`, both for this rank's heads.

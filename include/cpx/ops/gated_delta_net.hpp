@@ -96,8 +96,7 @@ namespace detail {
 /// Returns where a forward has kept what its backward needs: the next forward frees that before it is done.
 template <class T, any_sharding S, any_sharding Mix, any_memory M>
 std::vector<operand> kept_operands(gated_delta_net_saved<T, S, Mix, M> const& saved) {
-    auto const of_states = saved_operands<typename M::template sum<T>>(saved.states);
-    std::vector<operand> list(of_states.begin(), of_states.end());
+    auto list = saved_operands(saved.states);
     auto const add = [&](auto const& kept) {
         if (kept) list.push_back({"saved tensors", kept->data()});
     };

@@ -43,8 +43,10 @@ struct gated_delta_net_backward_pass {
         written.push_back({"dx", to.dx.data()});
         for (operand const& more : {operand("x", x.data()), operand("dy", dy.data())}) read.push_back(more);
         require_apart(where, written, read, here);
-        require_apart(where, written, kept_operands(saved), here);
+        auto const kept = kept_operands(saved);
+        require_apart(where, written, kept, here);
         read.insert(read.end(), written.begin(), written.end());
+        read.insert(read.end(), kept.begin(), kept.end());
         net.mixer_.check(where, memory, true, read, here);
     }
 

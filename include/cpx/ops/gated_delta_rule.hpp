@@ -42,6 +42,12 @@ namespace detail {
 
 /// Throws unless the heads fit each other and there are sizes of their states.
 inline void require_delta_heads(char const* where, delta_rule_heads const& heads, caller here) {
+    require_sizes(where,
+                  {{"key heads", heads.key_heads},
+                   {"value heads", heads.value_heads},
+                   {"key_dim", heads.key_dim},
+                   {"value_dim", heads.value_dim}},
+                  here);
     require_groups(where, "value heads", heads.value_heads, "key heads", heads.key_heads, here);
     for (index_t const dim : {heads.key_dim, heads.value_dim})
         product(where, "value heads x key_dim x dim", {heads.value_heads, heads.key_dim, dim}, here);
@@ -107,8 +113,8 @@ template <any_memory M, class T>
 inline constexpr bool rules_on = !std::integral<T>;
 
 /// Throws unless a memory has the heads of a gated delta rule, and these operands; the host's has.
-template <any_sharding S>
-void check_rule_in(host_memory const&, char const*, gated_delta const&, S const&, bool, std::span<operand const>,
+template <class Plan>
+void check_rule_in(host_memory const&, char const*, gated_delta const&, Plan const&, bool, std::span<operand const>,
                    caller) {}
 
 /// Throws unless a gated delta rule and its tensors fit the plan, and runs one of which all fits. On devices:

@@ -41,6 +41,11 @@ void each_input(X const& x, F&& f) {
         }(std::make_index_sequence<std::tuple_size_v<X>>());
 }
 
+/// Returns how many rows the rank has.
+inline index_t rows_of_segments(carry_steps const& plan) {
+    return plan.segments.empty() ? 0 : plan.segments.back().row + plan.segments.back().count;
+}
+
 /// Throws unless inputs, or their gradients, and an output, or its gradient, fit the plan and the recurrence.
 template <class R, class X, class O, carry_kind How, any_sharding S>
 void check_tensors(char const* where, carry_plan<How, S> const& plan, R const& r, X const& x, O const& o,
@@ -51,7 +56,7 @@ void check_tensors(char const* where, carry_plan<How, S> const& plan, R const& r
         require_place(where, names[i].c_str(), input, plan.sharding, plan.rank, "the plan's", here);
     });
     require_place(where, output, o, plan.sharding, plan.rank, "the plan's", here);
-    index_t const rows_held = plan.segments.empty() ? 0 : plan.segments.back().row + plan.segments.back().count;
+    index_t const rows_held = rows_of_segments(plan);
     auto const held = [&](index_t heads) { return plan.sharding.heads(plan.rank, heads).size(); };
     each_input(x, [&](std::size_t i, auto const& input) {
         require_shape(where, names[i].c_str(), input.data(), rows_held, held(inputs[i].heads) * inputs[i].width, here);
@@ -121,16 +126,23 @@ std::string backward_name(R const& r) {
     return std::string(r.name) + "_backward";
 }
 
-template <class T, class Saved>
-std::array<operand, 2> saved_operands(Saved const& saved) {
-    return {operand("saved states", rows<T const>(saved.starts.data(), 1, std::ssize(saved.starts))),
-            operand("saved maps", rows<T const>(saved.maps.data(), 1, std::ssize(saved.maps)))};
+/// Returns where all is that a forward has saved, which its next one frees or writes.
+template <class Saved>
+std::vector<operand> saved_operands(Saved const& saved) {
+    std::vector<operand> list;
+    auto const add = [&](char const* name, auto const& made) {
+        list.push_back({name, rows(made.data(), 1, std::ssize(made))});
+    };
+    add("saved states", saved.starts);
+    add("saved maps", saved.maps);
+    if constexpr (requires { saved.kept; }) // on devices
+        for (auto const& made : saved.kept) add("what is kept", made.memory);
+    return list;
 }
 
 /// Throws unless a recurrence and its tensors fit the plan.
 template <carry_kind How, any_sharding S, class R, class Tensors>
 void check_recurrence(carry_plan<How, S> const& plan, R const& r, Tensors const& t, caller here) {
-    using T = typename Tensors::state;
     char const* const where = r.name;
     check_model(where, r, here);
     auto const names = input_names(r, "");
@@ -145,7 +157,7 @@ void check_recurrence(carry_plan<How, S> const& plan, R const& r, Tensors const&
     if (!t.saved) return; // which is written, or freed and made anew
     auto others = operands(t.x, names);
     others.insert(others.end(), {o, initial, final});
-    require_apart(where, saved_operands<T>(*t.saved), others, here);
+    require_apart(where, saved_operands(*t.saved), others, here);
 }
 
 /// Runs a recurrence of which all fits, whose segments `Local` runs, in `memory`.
@@ -171,7 +183,6 @@ void run_recurrence(carry_plan<How, S> const& plan, R const& r, Tensors const& t
 template <carry_kind How, any_sharding S, class R, class Tensors, class Gradients>
 void check_recurrence_backward(carry_plan<How, S> const& plan, R const& r, Tensors const& t, Gradients const& to,
                                caller here) {
-    using T = typename Tensors::state;
     std::string const name = backward_name(r);
     char const* const where = name.c_str();
     check_model(where, r, here);
@@ -184,7 +195,7 @@ void check_recurrence_backward(carry_plan<How, S> const& plan, R const& r, Tenso
     if (to.dinitial.data()) require_shape(where, "dinitial", to.dinitial, sequences, width, here);
     operand const dout("dout", to.dout.data()), dfinal("dfinal", to.dfinal), dinitial("dinitial", to.dinitial);
     auto gradients = operands(to.dx, of_gradients), read = operands(t.x, names);
-    auto const saved = saved_operands<T>(*t.saved);
+    auto const saved = saved_operands(*t.saved);
     require_apart(where, gradients, std::array{dfinal}, here);
     gradients.push_back(dinitial);
     read.push_back(dout);
@@ -257,6 +268,7 @@ constexpr bool runs_on() {
 /// `plan` is `carry<serial>(sharding, rank)` or `carry<scan>(sharding, rank)`, see there and `is_exact`.
 /// Collective. Communication: `serial`, one state a cut, one after the other; `scan`, to a segment of level l
 /// floor(log2 l) + 1 states and one map fewer.
+/// Of tensors on devices: include <cpx/ops/cuda/recurrence.hpp>, which says what a model is there.
 ///
 /// Throws `cpx::error` on shapes or shardings that do not fit and on overlapping memory, and what `exchange` throws.
 template <carry_kind How, any_sharding S, class R, class T, any_sharding X, std::size_t N, transport Comm>

@@ -64,6 +64,16 @@ detail::refused local_rows(X const& = {}, detail::any = {}, detail::any = {}, de
     return {};
 }
 
+namespace detail {
+
+/// Returns whether a rank adds its rows to sums over all ranks. On `replicated`, where all have the same, rank 0 alone.
+template <any_sharding S>
+bool adds_rows(S const& sharding, int rank) {
+    return !S::every_row || rank == 0 || !sharding.sections().empty();
+}
+
+} // namespace detail
+
 /// Returns the heads of a section for which `rank` speaks: those that it holds and no lower rank does. All of them
 /// where tokens are sharded, for there every rank has rows of its own.
 template <any_sharding S>

@@ -53,7 +53,7 @@ public:
     S const& sharding() const { return sharding_; }
     sum_order order() const { return order_; }
     /// Returns whether this rank has something to add. On `replicated`, where all ranks have the same, only rank 0 has.
-    bool speaks() const { return !S::every_row || comm_->rank() == 0 || !sharding_.sections().empty(); }
+    bool speaks() const { return detail::adds_rows(sharding_, comm_->rank()); }
     /// Returns whether rows must move first.
     bool moves() const { return order_ == sum_order::by_row && !S::every_row; }
 

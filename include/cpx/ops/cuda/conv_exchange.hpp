@@ -5,6 +5,8 @@
 #include <cpx/cuda/causal_conv1d.hpp>
 #include <cpx/cuda/communicator.hpp>
 #include <cpx/layout/sharded.hpp>
+#include <cpx/ops/convolution_pass.hpp>
+#include <cpx/ops/sections.hpp>
 
 #include <array>
 #include <optional>
@@ -173,59 +175,67 @@ namespace detail {
 
 /// Throws `cpx::error` unless a tensor has the sharding, the stream and the width of a convolution. Its rows are
 /// checked later.
-template <any_sharding S, class A>
-void require_of(char const* where, char const* what, S const& sharding, int rank, cudaStream_t in, index_t channels,
-                sharded<A, S, memory> const& tensor, caller here) {
-    cpx::detail::require_place(where, what, tensor, sharding, rank, "that of the conv_exchange", here);
-    require(tensor.memory().stream() == in, where, (std::string("stream of ") + what).c_str(), "the communicator's",
-            "another", here);
-    require(tensor.data().width() == channels, where, (std::string("width of ") + what).c_str(), channels,
-            tensor.data().width(), here);
-}
 template <class T, any_sharding S, class A>
 void require_of(char const* where, char const* what, conv_exchange<T, S> const& by, sharded<A, S, memory> const& tensor,
                 caller here) {
-    require_of(where, what, by.sharding(), by.rank(), by.stream(), by.channels(), tensor, here);
+    cpx::detail::require_place(where, what, tensor, by.sharding(), by.rank(), "that of the conv_exchange", here);
+    require(tensor.memory().stream() == by.stream(), where, (std::string("stream of ") + what).c_str(),
+            "the communicator's", "another", here);
+    require(tensor.data().width() == by.channels(), where, (std::string("width of ") + what).c_str(), by.channels(),
+            tensor.data().width(), here);
 }
 
-/// Computes this rank's `y`, which is rows or parts, of arguments that fit.
+/// A convolution of arguments that fit, for `run_convolution`. y: this rank's rows or parts.
 template <class T, any_sharding S, class W, class Y>
-void convolve(conv_exchange<T, S>& by, convolved<T, W> const& of, Y const& y, caller here) {
-    by.exchange_halo(of.x, here);
-    launch_forward(by.plan(), of, y, by.stream(), here);
-}
+struct device_convolution {
+    conv_exchange<T, S>& by;
+    convolved<T, W> const& of;
+    Y const& y;
+
+    void exchange_halo(caller here) const { by.exchange_halo(of.x, here); }
+    void forward(caller here) const { launch_forward(by.plan(), of, y, by.stream(), here); }
+};
+/// A backward of arguments that fit, for `run_convolution_backward`. Edge rows alone are computed before the rest.
+template <class T, any_sharding S, class W, class Dy>
+struct device_convolution_backward {
+    conv_exchange<T, S>& by;
+    convolved<T, W> const& of;
+    Dy const& dy;
+    causal_conv1d_gradients<T> to;
+
+    void exchange_halo(caller here) const { by.exchange_halo(of.x, here); }
+    void edge(caller here) const { launch_edge(by.plan(), of, dy, by.edge(), by.stream(), here); }
+    void exchange_edge(caller here) const { by.exchange_edge(here); }
+    void backward(caller here) const {
+        launch_backward(by.plan(), of, dy, by.edge(), by.dz_halo(), to, by.stream(), here);
+    }
+};
+
 /// Checks a convolution and computes it.
 template <class T, any_sharding S, class W, class Y>
 void check_and_convolve(conv_exchange<T, S>& by, sharded<T const, S, memory> const& x, rows<W> weight,
                         std::type_identity_t<std::span<W const>> bias, activation act, Y const& y, caller here) {
+    using weight_element = std::remove_const_t<W>;
     require_of("cuda::causal_conv1d", "x", by, x, here);
-    convolved<T, std::remove_const_t<W>> const of{x.data(), by.halo(), weight, bias, act};
-    check_convolution(of, sizes_of(by.plan()), y, here);
-    convolve(by, of, y, here);
+    convolved<T, weight_element> const of{x.data(), by.halo(), weight, bias, act};
+    check_convolution(of, by.plan(), y, here);
+    cpx::detail::run_convolution(device_convolution<T, S, weight_element, Y>{by, of, y}, here);
 }
-
-/// Computes gradients from this rank's `dy`, which is rows or parts, of arguments that fit.
-template <class T, any_sharding S, class W, class Dy>
-void convolve_backward(conv_exchange<T, S>& by, convolved<T, W> const& of, Dy const& dy,
-                       causal_conv1d_gradients<T, S> const& to, caller here) {
-    by.exchange_halo(of.x, here);
-    launch_edge(by.plan(), of, dy, by.edge(), by.stream(), here);
-    by.exchange_edge(here);
-    launch_backward(by.plan(), of, dy, by.edge(), by.dz_halo(), {to.dx.data(), to.dweight, to.dbias, by.workspace()},
-                    by.stream(), here);
-}
-
 /// Checks a backward and computes it.
 template <class T, any_sharding S, class W, class Dy>
 void check_and_convolve_backward(conv_exchange<T, S>& by, sharded<T const, S, memory> const& x, rows<W> weight,
                                  std::type_identity_t<std::span<W const>> bias, activation act, Dy const& dy,
                                  causal_conv1d_gradients<T, S> const& to, caller here) {
+    using weight_element = std::remove_const_t<W>;
     char const* const where = "cuda::causal_conv1d_backward";
     require_of(where, "x", by, x, here);
     require_of(where, "dx", by, to.dx, here);
-    convolved<T, std::remove_const_t<W>> const of{x.data(), by.halo(), weight, bias, act};
-    check_backward(of, sizes_of(by.plan()), dy, {to.dx.data(), to.dweight, to.dbias}, here);
-    convolve_backward(by, of, dy, to, here);
+    convolved<T, weight_element> const of{x.data(), by.halo(), weight, bias, act};
+    causal_conv1d_gradients<T> sums{to.dx.data(), to.dweight, to.dbias, by.workspace()};
+    check_backward(of, by.plan(), dy, sums, here);
+    if (!cpx::detail::adds_rows(by.sharding(), by.rank())) sums.dweight = {}, sums.dbias = {};
+    cpx::detail::run_convolution_backward(device_convolution_backward<T, S, weight_element, Dy>{by, of, dy, sums}, here,
+                                          [] {});
 }
 
 } // namespace detail

@@ -12,6 +12,7 @@ namespace cpx::detail {
 template <class T, cuda::erases Of, class R>
 class device_rule {
     using memory = cuda::state_exchange;
+    static constexpr bool Erases = Of == cuda::erases::yes;
 
 public:
     char const* name;
@@ -32,9 +33,10 @@ public:
         require(heads.value_dim >= 1 && heads.value_dim <= 65536, where, "value_dim",
                 "from 1 to 65536, of tensors on devices", heads.value_dim, here);
     }
-    template <any_sharding S>
-    void check_heads(char const* where, S const& sharding, bool backward, caller here) const {
+    template <carry_kind How, any_sharding S>
+    void check_rank(char const* where, carry_plan<How, S> const& plan, bool backward, caller here) const {
         recurrence_heads const& heads = of_.heads;
+        S const& sharding = plan.sharding;
         index_t const group = heads.value_heads / heads.key_heads;
         for (int rank = 0; rank < (S::every_row ? sharding.ranks() : 1); ++rank) {
             range const values = sharding.heads(rank, heads.value_heads), keys = sharding.heads(rank, heads.key_heads);
@@ -42,66 +44,69 @@ public:
             require(whole || (!backward && keys.size() == 1), where, "value heads that read one key head",
                     "on one rank, of tensors on devices", "on several", here);
         }
+        cuda::detail::require_delta_tokens(where, rows_of_segments(plan), here);
+        for (auto const& together : run_together(plan, backward ? side::after : side::before))
+            require(together.size() <= cuda::detail::delta_most_sequences, where, "segments that run together",
+                    cuda::detail::in_words("at most ", cuda::detail::delta_most_sequences), together.size(), here);
     }
 
     template <class X, class O>
     index_t kept_bytes(X const& x, O const& o, index_t segments, index_t tokens) const {
         auto const in = input({}, x, {});
-        bool const keeps = Of == cuda::erases::yes && cuda::detail::row_vector(in.q, in.k, in.v, o.data()) == 16;
+        bool const keeps = Erases && cuda::detail::row_vector(in.q, in.k, in.v, o.data()) == 16;
         return keeps ? cuda::gated_delta_rule_saved<T>(shape_of(in), tokens, segments) : 0;
     }
+    // It is given what `check_on_device` has seen, and states and lists that `device_states` has made.
     template <class X, class O>
-    void forward(device_segments const& s, X const& x, std::span<float const> before, O const& o,
+    void forward(cuda::recurrence_segments const& s, X const& x, std::span<float const> before, O const& o,
                  std::span<float> after, std::span<char> kept, memory& m, caller here) const {
         auto in = input(s, x, before);
         in.saved = kept, in.saved_tokens = s.tokens;
         auto const shape = shape_of(in);
-        bool const saves = !kept.empty();
-        auto const space = workspace(cuda::gated_delta_rule_workspace<T, Of>(shape, in.k.count(), count(s), saves), m);
-        cuda::gated_delta_rule<T, Of>(shape, in, o.data(), after, all(space), m.stream(), here);
+        cuda::detail::require_saved(name, shape, in, here); // it may be lent
+        run(cuda::detail::delta_forward_space<Erases, T>(shape, in.k.count(), count(s), !kept.empty()), shape, in, m,
+            here, [&](auto const& call) { return cuda::detail::run_delta(call, o.data(), after); });
     }
     template <class X>
-    void fold(device_segments const& s, X const& x, std::span<float> maps, std::span<float> ends, memory& m,
+    void fold(cuda::recurrence_segments const& s, X const& x, std::span<float> maps, std::span<float> ends, memory& m,
               caller here) const {
         auto const in = input(s, x, {});
         auto const shape = shape_of(in);
-        auto const space = workspace(cuda::gated_delta_rule_fold_workspace<T, Of>(shape, in.k.count(), count(s)), m);
-        cuda::gated_delta_rule_fold<T, Of>(shape, in, maps, ends, all(space), m.stream(), here);
+        run(cuda::detail::delta_fold_space<Erases, T>(shape, in.k.count(), count(s)), shape, in, m, here,
+            [&](auto const& call) { return cuda::detail::run_delta_fold(call, maps, ends); });
     }
     template <class X, class D, class G>
-    void backward(device_segments const& s, X const& x, std::span<float const> before, D const& dout,
+    void backward(cuda::recurrence_segments const& s, X const& x, std::span<float const> before, D const& dout,
                   std::span<float const> dafter, G const& dx, std::span<float> dbefore, std::span<char> kept, memory& m,
                   caller here) const {
         auto in = input(s, x, before);
         rows<T> const dq = std::get<0>(dx).data(), dk = std::get<1>(dx).data(), dv = std::get<2>(dx).data();
-        rows<float> dbeta;
-        if constexpr (Of == cuda::erases::yes) dbeta = std::get<4>(dx).data();
+        cuda::gated_delta_rule_gradients<T> to{dq, dk, dv, std::get<3>(dx).data(), {}, dbefore};
+        if constexpr (Erases) to.dbeta = std::get<4>(dx).data();
         auto shape = shape_of(in);
         if (cuda::detail::row_vector(in.q, in.k, in.v, dout.data(), dq, dk, dv) != 16)
             shape.path = cuda::delta_rule_path::plain;
         else
             in.saved = kept, in.saved_tokens = s.tokens;
-        bool const saved = !in.saved.empty();
-        auto const space =
-            workspace(cuda::gated_delta_rule_backward_workspace<T, Of>(shape, in.k.count(), count(s), saved), m);
-        cuda::gated_delta_rule_backward<T, Of>(shape, in, dout.data(), dafter,
-                                               {dq, dk, dv, std::get<3>(dx).data(), dbeta, dbefore}, all(space),
-                                               m.stream(), here);
+        cuda::detail::require_saved(name, shape, in, here);
+        run(cuda::detail::delta_backward_space<Erases, T>(shape, in.k.count(), count(s), !in.saved.empty()), shape, in,
+            m, here, [&](auto const& call) { return cuda::detail::run_delta_backward(call, dout.data(), dafter, to); });
     }
     template <class X, class D>
-    void backward_fold(device_segments const& s, X const& x, D const& dout, std::span<float> dbefore, memory& m,
-                       caller here) const {
+    void backward_fold(cuda::recurrence_segments const& s, X const& x, D const& dout, std::span<float> dbefore,
+                       memory& m, caller here) const {
         auto const in = input(s, x, {});
         auto const shape = shape_of(in);
-        auto const space = workspace(cuda::gated_delta_rule_fold_workspace<T, Of>(shape, in.k.count(), count(s)), m);
-        cuda::gated_delta_rule_backward_fold<T, Of>(shape, in, dout.data(), dbefore, all(space), m.stream(), here);
+        run(cuda::detail::delta_fold_space<Erases, T>(shape, in.k.count(), count(s)), shape, in, m, here,
+            [&](auto const& call) { return cuda::detail::run_delta_fold_back(call, dout.data(), dbefore); });
     }
 
 private:
-    static index_t count(device_segments const& s) { return std::ssize(s.first); }
+    static index_t count(cuda::recurrence_segments const& s) { return std::ssize(s.first); }
     /// Returns what kernels read: q, k, v, g and, if there is a fifth of x, beta.
     template <class X>
-    static cuda::gated_delta_rule_input<T> input(device_segments const& s, X const& x, std::span<float const> before) {
+    static cuda::gated_delta_rule_input<T> input(cuda::recurrence_segments const& s, X const& x,
+                                                 std::span<float const> before) {
         cuda::gated_delta_rule_input<T> in{std::get<0>(x).data(),
                                            std::get<1>(x).data(),
                                            std::get<2>(x).data(),
@@ -120,9 +125,15 @@ private:
         return {in.k.width() / heads.key_dim, in.v.width() / heads.value_dim, heads.key_dim, heads.value_dim,
                 of_.options.scale};
     }
-    static cuda::block<char> workspace(index_t bytes, memory const& m) { return m.memory().template room<char>(bytes); }
-    static std::span<char> all(cuda::block<char> const& b) {
-        return {const_cast<char*>(b.data()), static_cast<std::size_t>(b.size())};
+    /// Calls `f(call)` with a call of arguments that `check_on_device` has seen, or its caller has made.
+    template <class F>
+    void run(cuda::detail::delta_space const& space, cuda::gated_delta_rule_shape const& shape,
+             cuda::gated_delta_rule_input<T> const& in, memory& m, caller here, F&& f) const {
+        auto room = m.memory().template room<char>(space.bytes);
+        std::span<char> const workspace(room.data(), static_cast<std::size_t>(room.size()));
+        cuda::detail::require_bytes(name, "workspace", space.bytes, workspace, here); // of any resource
+        auto const path = f(cuda::detail::delta_call<Erases, T>{shape, in, space, workspace.data(), m.stream(), here});
+        ++(path == cuda::delta_rule_path::plain ? m.calls.plain : m.calls.on_tensor_cores);
     }
 
     R of_;

@@ -52,7 +52,7 @@ private:
         return {rows<T const>(b.data(), x.data().count(), x.data().width()), x.sharding(), x.rank(), x.memory()};
     }
     void run(rows<T const> x, rows<T> y, bool back) const {
-        cuda::normalise_heads(x, dim_, y, back, m_.stream(), here_);
+        cuda::detail::run_normalise_heads(x, dim_, y, back, m_.stream(), here_);
     }
 
     tensor q_, k_;
@@ -65,14 +65,14 @@ private:
 template <class T, any_sharding S>
 auto delta_rule_given(delta_rule_tensors<T, S, cuda::memory> const& t, sharded<T const, S, cuda::memory> const& q,
                       sharded<T const, S, cuda::memory> const& k) {
-    return device_tensors{std::tuple(q, k, t.v.view(), t.g.view(), t.beta.view()), t.o.view(), t.initial, t.final,
-                          t.saved};
+    return cuda::recurrence_tensors{std::tuple(q, k, t.v.view(), t.g.view(), t.beta.view()), t.o.view(), t.initial,
+                                    t.final, t.saved};
 }
 template <class T, any_sharding S>
 auto delta_rule_gradients_given(delta_rule_gradient_tensors<T, S, cuda::memory> const& to) {
-    return device_gradients{to.dout.view(),
-                            std::tuple(to.dq.view(), to.dk.view(), to.dv.view(), to.dg.view(), to.dbeta.view()),
-                            to.dfinal, to.dinitial};
+    return cuda::recurrence_gradients{
+        to.dout.view(), std::tuple(to.dq.view(), to.dk.view(), to.dv.view(), to.dg.view(), to.dbeta.view()), to.dfinal,
+        to.dinitial};
 }
 
 template <carries_states By>
@@ -80,14 +80,13 @@ inline constexpr bool carries_rule<cuda::memory, By> = true;
 template <class T>
 inline constexpr bool rules_on<cuda::memory, T> = cuda::gpu_number<T>;
 
-template <any_sharding S>
-void check_rule_in(cuda::memory const&, char const* where, gated_delta const& r, S const& sharding, bool backward,
-                   std::span<operand const> given, caller here) {
+template <carry_kind How, any_sharding S>
+void check_rule_in(cuda::memory const& memory, char const* where, gated_delta const& r, carry_plan<How, S> const& plan,
+                   bool backward, std::span<operand const> given, caller here) {
     device_gated_delta<float> const there(r);
     there.check(where, here);
-    there.check_heads(where, sharding, backward, here);
-    for (operand const& o : given)
-        if (!o.empty()) cuda::detail::require_memory(where, o.name, reinterpret_cast<void const*>(o.first), here);
+    there.check_rank(where, plan, backward, here);
+    require_there(memory, where, given, here);
 }
 
 template <carry_kind How, any_sharding S, class T, class By>

@@ -40,8 +40,8 @@ using device_head_decay = device_rule<T, cuda::erases::no, head_decay_attention>
 
 template <class T, any_sharding S>
 auto head_decay_given(head_decay_tensors<T, S> const& t) {
-    return device_tensors{std::tuple(t.q.view(), t.k.view(), t.v.view(), t.g.view()), t.o.view(), t.initial, t.final,
-                          t.saved};
+    return cuda::recurrence_tensors{std::tuple(t.q.view(), t.k.view(), t.v.view(), t.g.view()), t.o.view(), t.initial,
+                                    t.final, t.saved};
 }
 
 } // namespace detail
@@ -59,11 +59,7 @@ void recur(carry_plan<How, S> const& plan, head_decay_attention const& r, head_d
     static_assert(!fits || element, "cpx: recur of elements that a decay a head does not have on devices; use float, "
                                     "__nv_bfloat16 or __half");
     if constexpr (fits && element) {
-        detail::device_head_decay<T> const there(r);
-        auto const given = detail::head_decay_given(t);
-        detail::check_on_device(plan, there, given, by.memory(), here);
-        detail::with_state_exchange(
-            by, here, [&](cuda::state_exchange& states) { detail::recur_on_device(plan, there, given, states, here); });
+        recur(plan, detail::device_head_decay<T>(r), detail::head_decay_given(t), by, here);
     }
 }
 
@@ -82,14 +78,9 @@ void recur_backward(carry_plan<How, S> const& plan, head_decay_attention const& 
                   "cpx: recur_backward of elements that a decay a head does not have on devices; use float, "
                   "__nv_bfloat16 or __half");
     if constexpr (fits && same && element) {
-        detail::device_head_decay<T> const there(r);
-        auto const given = detail::head_decay_given(t);
-        detail::device_gradients const gradients{
+        cuda::recurrence_gradients const gradients{
             to.dout.view(), std::tuple(to.dq.view(), to.dk.view(), to.dv.view(), to.dg.view()), to.dfinal, to.dinitial};
-        detail::check_backward_on_device(plan, there, given, gradients, by.memory(), here);
-        detail::with_state_exchange(by, here, [&](cuda::state_exchange& states) {
-            detail::recur_backward_on_device(plan, there, given, gradients, states, here);
-        });
+        recur_backward(plan, detail::device_head_decay<T>(r), detail::head_decay_given(t), gradients, by, here);
     }
 }
 

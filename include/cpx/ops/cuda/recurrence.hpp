@@ -2,7 +2,7 @@
 // Segments of a recurrence on a device: as many as a pass visits at once, all heads together.
 #pragma once
 
-#include <cpx/cuda/arguments.hpp>
+#include <cpx/ops/cuda/operands.hpp>
 #include <cpx/ops/cuda/state_exchange.hpp>
 #include <cpx/ops/recurrence.hpp>
 
@@ -32,52 +32,77 @@ struct recurrence_saved<T, cuda::memory> {
     std::vector<made> kept;
 };
 
-namespace detail {
+namespace cuda {
 
-/// Segments as kernels see them, (segments) each but for `offsets`, which ends with all rows.
-struct device_segments {
+/// Segments as kernels see them, (segments) each but for `offsets`, which ends with all rows: where their rows begin,
+/// which tokens of their sequences these are, and how many.
+struct recurrence_segments {
     std::span<index_t const> offsets, first, counts;
     index_t tokens = 0; ///< of all
 };
 
-/// What a recurrence on a device is given and makes: x, dx: tuples of tensors in the order of `inputs()`.
-template <class X, class O, class Saved>
-struct device_tensors {
+/// What a recurrence of tensors on devices is given and makes on one rank, as in the host's `recurrence_tensors`. x: a
+/// tuple of tensors in the order of `inputs()`, each of elements of its own; states are float.
+template <class X, class O>
+struct recurrence_tensors {
     using state = float;
     X x;
     O o;
-    rows<float const> initial;
-    rows<float> final;
-    Saved* saved;
+    rows<float const> initial = {};
+    rows<float> final = {};
+    recurrence_saved<element_of<O>, memory>* saved = nullptr;
 };
-template <class X, class O, class Saved>
-device_tensors(X, O, rows<float const>, rows<float>, field<Saved*>) -> device_tensors<X, O, Saved>;
+template <class X, class O> // these for clang++ before 17
+recurrence_tensors(X, O, rows<float const> = {}, rows<float> = {}, void* = nullptr) -> recurrence_tensors<X, O>;
+
+/// What goes into and comes out of its backward, as in `recurrence_gradients`. dx: a tuple as x.
 template <class D, class X>
-struct device_gradients {
+struct recurrence_gradients {
     D dout;
     X dx;
-    rows<float const> dfinal;
-    rows<float> dinitial;
+    rows<float const> dfinal = {};
+    rows<float> dinitial = {};
 };
-template <class D, class X> // for clang++ before 17
-device_gradients(D, X, rows<float const>, rows<float>) -> device_gradients<D, X>;
+template <class D, class X>
+recurrence_gradients(D, X, rows<float const> = {}, rows<float> = {}) -> recurrence_gradients<D, X>;
 
-/// Runs segments on a device. A recurrence there is a model of `recurrence` whose functions are about all heads and as
-/// many segments as they are given, with states, side by side in the order of the segments, that may be empty spans:
-/// zeros, or nothing that is wanted.
+/// A recurrence of tensors on devices: a model of `cpx::recurrence` but for its functions, which are about all heads
+/// that the rank holds and as many segments as they are given, and enqueue their work in the stream of `by`.
 ///
-/// - `kept_bytes(x, o, segments, tokens)`: what a forward of so many segments, and tokens in them, may keep
-/// - `forward(segments, x, before, o, after, kept, memory, here)`
-/// - `fold(segments, x, maps, ends, memory, here)`
-/// - `backward(segments, x, before, dout, dafter, dx, dbefore, kept, memory, here)`
-/// - `backward_fold(segments, x, dout, dbefore, memory, here)`
-/// - `check_heads(where, sharding, backward, here)` throws if it cannot run the heads of a rank.
+/// States of segments and gradients of these are side by side, (segments, heads * keys * values); spans may be empty:
+/// zeros, or nothing that is wanted. x, o, dout, dx: as they are given to `recur`; they have been checked, but for what
+/// `check_rank` knows.
+///
+/// - `forward(segments, x, before, o, after, kept, by, here)`
+/// - `fold(segments, x, maps, ends, by, here)`; maps: (segments, heads * map's elements)
+/// - `backward(segments, x, before, dout, dafter, dx, dbefore, kept, by, here)`
+/// - `backward_fold(segments, x, dout, dbefore, by, here)`
+/// - `kept_bytes(x, o, segments, tokens)`, if it is there: what a forward of so many segments, and tokens in them, may
+///   keep for the backward of the same ones; `kept` is as large, or empty
+/// - `check_rank(where, plan, backward, here)`, if it is there, throws if it cannot run the heads, tokens and segments
+///   of a rank
+template <class R, class X, class O>
+concept recurrence_model =
+    requires(R const r, recurrence_segments const s, X const x, O const o, std::span<float const> in,
+             std::span<float> out, std::span<char> kept, state_exchange& by, caller here) {
+        { r.name } -> std::convertible_to<char const*>;
+        { r.states() } -> std::same_as<state_shape>;
+        { r.inputs() } -> std::same_as<std::array<recurrence_input, std::tuple_size_v<X>>>;
+        r.forward(s, x, in, o, out, kept, by, here);
+        r.fold(s, x, out, out, by, here);
+    };
+
+} // namespace cuda
+
+namespace detail {
+
+/// Runs segments on a device, by a `cuda::recurrence_model`.
 class device_states {
 protected:
     template <carry_kind How, any_sharding S, class R>
     device_states(carry_plan<How, S> const& plan, R const& r, cuda::state_exchange& memory, caller here)
-        : segments_(plan.segments), width_(held_states(plan, r).state_width()),
-          rows_(segments_.empty() ? 0 : segments_.back().row + segments_.back().count), memory_(memory), here_(here) {}
+        : segments_(plan.segments), width_(held_states(plan, r).state_width()), rows_(rows_of_segments(plan)),
+          memory_(memory), here_(here) {}
 
     /// Calls `f(segments, before, after)` with the visits' states beside each other, brought there and back.
     template <class F>
@@ -96,7 +121,7 @@ protected:
                 if (to) given.push_back({place_in(after, place), to, width_});
         }
         memory_.copy(gathered);
-        with_segments(visits, [&](device_segments const& s) { f(s, all(before), all(after)); });
+        with_segments(visits, [&](cuda::recurrence_segments const& s) { f(s, all(before), all(after)); });
         memory_.copy(given);
     }
     template <class F>
@@ -111,7 +136,7 @@ protected:
         auto const list = memory_.numbers(numbers, here_);
         std::span<index_t const> const there = all(list);
         std::size_t const n = visits.size();
-        f(device_segments{there.first(n + 1), there.subspan(n + 1, n), there.last(n), tokens});
+        f(cuda::recurrence_segments{there.first(n + 1), there.subspan(n + 1, n), there.last(n), tokens});
     }
     static std::vector<std::size_t> segments_of(std::vector<visit<float>> const& visits) {
         std::vector<std::size_t> list;
@@ -127,7 +152,7 @@ protected:
         if (visits.empty()) return;
         auto const ends = side_by_side(true, visits);
         auto const maps = memory_.memory().room<float>(std::ssize(visits) * map_width);
-        with_segments(visits, [&](device_segments const& s) { f(s, all(ends), all(maps)); });
+        with_segments(visits, [&](cuda::recurrence_segments const& s) { f(s, all(ends), all(maps)); });
         std::vector<copied<float>> given;
         for (std::size_t i = 0; i < visits.size(); ++i) {
             auto const n = static_cast<index_t>(i);
@@ -159,13 +184,14 @@ public:
     }
     void over(std::vector<visit<float>> const& visits) const {
         if (visits.empty()) return;
-        this->each(visits, true, [&](device_segments const& s, std::span<float const> before, std::span<float> after) {
-            r_.forward(s, t_.x, before, t_.o, after, this->keeping(visits, s.tokens), memory_, here_);
-        });
+        this->each(visits, true,
+                   [&](cuda::recurrence_segments const& s, std::span<float const> before, std::span<float> after) {
+                       r_.forward(s, t_.x, before, t_.o, after, this->keeping(visits, s.tokens), memory_, here_);
+                   });
     }
     void fold(std::vector<visit<float>> const& visits) const {
         this->each_folded(visits, map_width_,
-                          [&](device_segments const& s, std::span<float> ends, std::span<float> maps) {
+                          [&](cuda::recurrence_segments const& s, std::span<float> ends, std::span<float> maps) {
                               r_.fold(s, t_.x, maps, ends, memory_, here_);
                           });
     }
@@ -174,7 +200,9 @@ private:
     /// Returns where a call keeps what it makes; nothing if it does not.
     std::span<char> keeping(std::vector<visit<float>> const& visits, index_t tokens) const {
         if (!t_.saved || !t_.saved->keeps) return {};
-        index_t const bytes = r_.kept_bytes(t_.x, t_.o, std::ssize(visits), tokens);
+        index_t bytes = 0;
+        if constexpr (requires { r_.kept_bytes(t_.x, t_.o, tokens, tokens); })
+            bytes = r_.kept_bytes(t_.x, t_.o, std::ssize(visits), tokens);
         auto segments = this->segments_of(visits);
         for (auto& made : t_.saved->kept) {
             if (made.segments != segments) continue;
@@ -203,12 +231,13 @@ public:
         auto const starts = this->brought_together(visits);
         std::span<float const> const before(starts.size() > 0 ? starts.data() : visits.front().start,
                                             visits.size() * static_cast<std::size_t>(width_));
-        this->each(visits, false, [&](device_segments const& s, std::span<float const> dafter, std::span<float> to) {
-            r_.backward(s, t_.x, before, to_.dout, dafter, to_.dx, to, kept, memory_, here_);
-        });
+        this->each(visits, false,
+                   [&](cuda::recurrence_segments const& s, std::span<float const> dafter, std::span<float> to) {
+                       r_.backward(s, t_.x, before, to_.dout, dafter, to_.dx, to, kept, memory_, here_);
+                   });
     }
     void fold(std::vector<visit<float>> const& visits) const {
-        this->each_folded(visits, 0, [&](device_segments const& s, std::span<float> ends, std::span<float>) {
+        this->each_folded(visits, 0, [&](cuda::recurrence_segments const& s, std::span<float> ends, std::span<float>) {
             r_.backward_fold(s, t_.x, to_.dout, ends, memory_, here_);
         });
     }
@@ -261,31 +290,28 @@ void with_state_exchange(By& by, caller here, F&& f) {
     }
 }
 
-/// Throws unless all of these tensors are of `memory`, and states of its device.
+/// Throws unless all of these tensors are of `memory`, and they and `more` of its device.
 template <class X, std::size_t N>
 void require_there(char const* where, cuda::memory const& memory, X const& tensors,
-                   std::array<std::string, N> const& names, caller here) {
+                   std::array<std::string, N> const& names, std::vector<operand> more, caller here) {
     each_input(tensors, [&](std::size_t i, auto const& x) {
         require_in_memory(where, names[i].c_str(), x, memory, "the communicator's", here);
-        cuda::detail::require_memory(where, {{names[i].c_str(), x.data()}}, here);
+        more.emplace_back(names[i].c_str(), x.data());
     });
-}
-template <class A>
-void require_there(char const* where, char const* name, rows<A> states, caller here) {
-    if (states.data()) cuda::detail::require_memory(where, {{name, states}}, here);
+    require_there(memory, where, more, here);
 }
 
-/// Throws unless a recurrence of tensors on devices fits the plan, and `memory` is where they are.
+/// Throws unless a recurrence of tensors on devices fits the plan, and `memory` is where they are. Then all that comes
+/// after takes them as they are.
 template <carry_kind How, any_sharding S, class R, class Tensors>
 void check_on_device(carry_plan<How, S> const& plan, R const& r, Tensors const& t, cuda::memory const& memory,
                      caller here) {
     check_recurrence(plan, r, t, here);
     char const* const where = r.name;
-    r.check_heads(where, plan.sharding, false, here);
-    require_there(where, memory, t.x, input_names(r, ""), here);
-    require_there(where, memory, std::tuple(t.o), std::array<std::string, 1>{"o"}, here);
-    require_there(where, "initial", t.initial, here);
-    require_there(where, "final", t.final, here);
+    if constexpr (requires { r.check_rank(where, plan, false, here); }) r.check_rank(where, plan, false, here);
+    require_there(where, memory, t.x, input_names(r, ""), {}, here);
+    require_there(where, memory, std::tuple(t.o), std::array<std::string, 1>{"o"},
+                  {{"initial", t.initial}, {"final", t.final}}, here);
 }
 template <carry_kind How, any_sharding S, class R, class Tensors, class Gradients>
 void check_backward_on_device(carry_plan<How, S> const& plan, R const& r, Tensors const& t, Gradients const& to,
@@ -293,12 +319,11 @@ void check_backward_on_device(carry_plan<How, S> const& plan, R const& r, Tensor
     check_recurrence_backward(plan, r, t, to, here);
     std::string const name = backward_name(r);
     char const* const where = name.c_str();
-    r.check_heads(where, plan.sharding, true, here);
-    require_there(where, memory, t.x, input_names(r, ""), here);
-    require_there(where, memory, to.dx, input_names(r, "d"), here);
-    require_there(where, memory, std::tuple(to.dout), std::array<std::string, 1>{"dout"}, here);
-    require_there(where, "dfinal", to.dfinal, here);
-    require_there(where, "dinitial", to.dinitial, here);
+    if constexpr (requires { r.check_rank(where, plan, true, here); }) r.check_rank(where, plan, true, here);
+    require_there(where, memory, t.x, input_names(r, ""), saved_operands(*t.saved), here);
+    require_there(where, memory, to.dx, input_names(r, "d"), {}, here);
+    require_there(where, memory, std::tuple(to.dout), std::array<std::string, 1>{"dout"},
+                  {{"dfinal", to.dfinal}, {"dinitial", to.dinitial}}, here);
 }
 
 /// Runs a recurrence of tensors on devices of which all fits, and its backward.
@@ -313,6 +338,52 @@ void recur_backward_on_device(carry_plan<How, S> const& plan, R const& r, Tensor
     run_recurrence_backward<device_backward<R, Tensors, Gradients>>(plan, r, t, to, by, here);
 }
 
+/// Whether all tensors of a tuple are sharded by S.
+template <class S, class X>
+inline constexpr bool all_sharded_as = false;
+template <class S, class... X>
+inline constexpr bool all_sharded_as<S, std::tuple<X...>> = sharded_as<S, X...>;
+
 } // namespace detail
+
+/// Runs a recurrence of one's own, or of the library, of tensors on devices in the communicator's stream, as `recur` of
+/// tensors on the host.
+///
+/// `by`: a `cuda::state_exchange`, made once; or a communicator, which prepares itself for this one call.
+template <carry_kind How, any_sharding S, class R, class X, class O, detail::carries_states By>
+void recur(carry_plan<How, S> const& plan, R const& r, cuda::recurrence_tensors<X, O> const& t, By& by,
+           caller here = caller::here()) {
+    constexpr bool fits = detail::all_sharded_as<S, X> && detail::sharded_as<S, O>,
+                   models = cuda::recurrence_model<R, X, O>;
+    static_assert(fits, "cpx: recur of tensors that are not sharded as the plan; make the plan with "
+                        "carry(x.sharding(), ...)");
+    static_assert(!fits || models, "cpx: recur of what is no cuda::recurrence_model of these tensors, or has another "
+                                   "number of inputs");
+    if constexpr (fits && models) {
+        detail::check_on_device(plan, r, t, by.memory(), here);
+        detail::with_state_exchange(
+            by, here, [&](cuda::state_exchange& states) { detail::recur_on_device(plan, r, t, states, here); });
+    }
+}
+
+/// Computes the gradients of `recur` of tensors on devices, in the communicator's stream.
+///
+/// Arguments, costs and errors as in the forward, which has filled `t.saved`, and for tensors on the host.
+template <carry_kind How, any_sharding S, class R, class X, class O, class D, class G, detail::carries_states By>
+void recur_backward(carry_plan<How, S> const& plan, R const& r, cuda::recurrence_tensors<X, O> const& t,
+                    cuda::recurrence_gradients<D, G> const& to, By& by, caller here = caller::here()) {
+    constexpr bool fits = detail::all_sharded_as<S, X> && detail::sharded_as<S, D> && detail::all_sharded_as<S, G>,
+                   models = cuda::recurrence_model<R, X, O>;
+    static_assert(fits, "cpx: recur_backward of tensors or gradients that are not sharded as the plan; make the plan "
+                        "with carry(x.sharding(), ...) and the gradients of the same sharding");
+    static_assert(!fits || models, "cpx: recur_backward of what is no cuda::recurrence_model of these tensors, or has "
+                                   "another number of inputs");
+    if constexpr (fits && models) {
+        detail::check_backward_on_device(plan, r, t, to, by.memory(), here);
+        detail::with_state_exchange(by, here, [&](cuda::state_exchange& states) {
+            detail::recur_backward_on_device(plan, r, t, to, states, here);
+        });
+    }
+}
 
 } // namespace cpx

@@ -16,6 +16,11 @@
 
 namespace cpx::cuda {
 
+/// How many calls have run segments of a gated delta rule, or of a decay a head, on tensor cores and by plain kernels.
+struct rule_calls {
+    index_t on_tensor_cores = 0, plain = 0;
+};
+
 /// What recurrences need to hand states on between GPUs: made once, for every layer and batch of one kind of carry,
 /// whose states and maps are as large.
 ///
@@ -28,6 +33,8 @@ public:
 
     /// `most`: see `capacity`; none: what the first batch wants.
     explicit state_exchange(communicator& comm, capacity most = {}) : comm_(comm), most_(most) {}
+
+    rule_calls calls = {}; ///< of all operators so far
 
     cuda::memory const& memory() const { return comm_.memory(); }
     cudaStream_t stream() const { return comm_.stream(); }

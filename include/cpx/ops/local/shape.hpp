@@ -6,8 +6,10 @@
 #include <cpx/core/overlap.hpp>
 #include <cpx/core/rows.hpp>
 
+#include <initializer_list>
 #include <limits>
 #include <string>
+#include <utility>
 
 namespace cpx::detail {
 
@@ -20,6 +22,12 @@ void require_shape(char const* where, char const* name, rows<T> view, index_t co
     if (fits) throw error(where, std::string("memory of ") + name, "some", "null", here);
     auto const shape = [](index_t n, index_t w) { return '(' + std::to_string(n) + ", " + std::to_string(w) + ')'; };
     throw error(where, std::string("shape of ") + name, shape(count, width), shape(view.count(), view.width()), here);
+}
+
+/// Throws `cpx::error` unless all these sizes are at least 1.
+inline void require_sizes(char const* where, std::initializer_list<std::pair<char const*, index_t>> sizes,
+                          caller here) {
+    for (auto const& [name, size] : sizes) require(size >= 1, where, name, "at least 1", size, here);
 }
 
 /// Throws `cpx::error` unless groups of `heads` heads of one size each share one of `shared` heads.
