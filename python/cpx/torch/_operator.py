@@ -75,12 +75,7 @@ def check(where, device, _sums=(), **tensors):
     for name, x in tensors.items():
         if x is None and name in _optional:
             continue
-        if not isinstance(x, torch.Tensor):
-            raise Error(where, name, "a torch.Tensor", type(x).__name__)
-        if x.layout is not torch.strided:
-            raise Error(where, f"layout of {name}", "torch.strided", str(x.layout))
-        if x.device != device:
-            raise Error(where, f"device of {name}", f"{device}, as of the call", str(x.device))
+        check_tensor(where, device, name, x)
         if first is None:
             first = x.dtype
         elif name in _sums and not x.is_cpu:
@@ -88,6 +83,16 @@ def check(where, device, _sums=(), **tensors):
         elif x.dtype is not first:
             raise Error(where, f"dtype of {name}", f"{first}, as of the others", str(x.dtype))
     return None
+
+
+def check_tensor(where, device, name, x):
+    """Raises cpx.Error unless x is a tensor on that device."""
+    if not isinstance(x, torch.Tensor):
+        raise Error(where, name, "a torch.Tensor", type(x).__name__)
+    if x.layout is not torch.strided:
+        raise Error(where, f"layout of {name}", "torch.strided", str(x.layout))
+    if x.device != device:
+        raise Error(where, f"device of {name}", f"{device}, as of the call", str(x.device))
 
 
 def keep(ctx, where, plan, comm):
