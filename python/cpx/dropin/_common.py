@@ -9,7 +9,7 @@ import torch
 
 import cpx
 import cpx.torch
-from cpx.torch._operator import check_tensor
+from cpx.torch._operator import autocast, check_tensor
 
 
 def tensors(where, device, _optional=(), **named):
@@ -102,7 +102,7 @@ def _as(kind, x):
 
 def causal_conv1d(x, weight, bias, activation, of, comm):
     """cpx.torch.causal_conv1d on the sharding `of`. x: (rows, channels), weight: (channels, K). Returned as x."""
-    a, w, b = _computed((x, weight, bias))
+    a, w, b = _computed(autocast(x, weight, bias))
     y = cpx.torch.causal_conv1d(a, w, cpx.torch.halo(of, comm, w.shape[1] - 1), comm, b, activation)
     return _as(x.dtype, y)
 

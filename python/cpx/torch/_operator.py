@@ -95,6 +95,18 @@ def check_tensor(where, device, name, x):
         raise Error(where, f"device of {name}", f"{device}, as of the call", str(x.device))
 
 
+def autocast(x, *weights):
+    """Returns x and weights as an operator takes them under torch.autocast, whose rule for convolutions this is: in its
+    dtype, but for float64; on the host, where operators compute in 32 bits or more, in float32."""
+    if not isinstance(x, torch.Tensor) or not torch.is_autocast_enabled(x.device.type):
+        return x, *weights
+    kind = torch.float32 if x.is_cpu else torch.get_autocast_dtype(x.device.type)
+    return tuple(
+        t.to(kind) if isinstance(t, torch.Tensor) and t.is_floating_point() and t.dtype is not torch.float64 else t
+        for t in (x, *weights)
+    )
+
+
 def keep(ctx, where, plan, comm):
     """Keeps the objects of a call for its backward. While torch traces, their handles may be symbols."""
     ctx.plan, ctx.comm = plan, comm
