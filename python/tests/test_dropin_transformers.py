@@ -221,7 +221,7 @@ def test_behind_it_there_are_no_log_probabilities_and_no_backward(golden):
 @of_text
 def test_a_model_is_in_one_context_at_a_time(golden):
     model, reference = golden
-    taken = "model: expected one of no other context; each rank that is a thread takes a copy of the model, got one with"
+    taken = "model: expected one of no other context; each rank that is a thread takes a copy of the model, got one "
 
     def program(comm):
         own = copy.deepcopy(model)
@@ -235,7 +235,7 @@ def test_a_model_is_in_one_context_at_a_time(golden):
 
         with torch.no_grad(), context() as outer:
             right = log_probs(outer)
-            with pytest.raises(cpx.Error, match=taken + "in that of rank 0 of 1"):
+            with pytest.raises(cpx.Error, match=taken + "within that of rank 0 of 1"):
                 context().__enter__()
             assert torch.equal(log_probs(outer), right)
         with torch.no_grad(), context() as again:  # one behind another

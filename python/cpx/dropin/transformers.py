@@ -9,8 +9,8 @@
 
 Full attention sees the keys and values of all ranks, by one exchange a layer; linear attention runs on sequential rows,
 or in place on the zigzag ones; everything else in these models is of one token. Within `with`, which also holds the
-backward, the model is this rank's, of one `with` at a time: ranks that are threads have a copy each. Behind it, it is as
-it was, and log-probabilities or a backward raise cpx.Error, for what a checkpoint computes again would be the model's.
+backward, the model is this rank's, of one `with` at a time: ranks that are threads have a copy each. Behind it, it is
+as it was, and log-probabilities and backward raise cpx.Error: what a checkpoint computes again would be the model's.
 """
 
 import contextlib
