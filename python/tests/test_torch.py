@@ -335,6 +335,8 @@ def test_operators_with_weights_take_other_dtypes_under_autocast():
             assert [d.dtype for d in gradients] == [t.dtype for t in inputs]
             with pytest.raises(cpx.Error, match="dtype of "):
                 call(*inputs)
+            with pytest.raises(cpx.Error, match="device of |meta"):
+                call(*(t.to("meta") if t is inputs[0] else t for t in inputs))  # of which there is no autocast
             with torch.autocast("cpu", torch.bfloat16), pytest.raises(cpx.Error, match="dtype of "):
                 call(inputs[0].double(), *inputs[1:])  # as torch's, which leave float64
         torch._dynamo.reset()

@@ -39,7 +39,7 @@ def tensor_list(where, name, given, device=None):
 def integer(where, name, value):
     """Returns a whole number as an int. Raises cpx.Error if it is none."""
     try:
-        return operator.index(value)
+        return int(operator.index(value))
     except TypeError as e:
         raise cpx.Error(where, name, "a whole number", reprlib.repr(value)) from e
 
@@ -51,7 +51,7 @@ def integers(where, name, values):
     """
     try:
         found = tuple(map(operator.index, values.tolist() if isinstance(values, torch.Tensor) else values))
-    except TypeError as e:
+    except (TypeError, NotImplementedError) as e:  # this of a tensor without data
         raise cpx.Error(where, name, "whole numbers, a tensor or a list", reprlib.repr(values)) from e
     if not found:
         raise cpx.Error(where, name, "at least one number", "none")

@@ -10,6 +10,7 @@ of any size and ranks with fewer rows than the convolution's history. A call wit
 import bisect
 import dataclasses
 import itertools
+import numbers
 
 import torch
 import torch.nn.functional as F
@@ -136,6 +137,8 @@ def causal_conv1d(
     tensors(where, x.device, ("bias", "residual"), weight=weight, bias=bias, residual=residual)
     if weight.dim() != 2:
         raise cpx.Error(where, "shape of weight", "(channels, K)", tuple(weight.shape))
+    if bias is not None and bias.dim() != 1:
+        raise cpx.Error(where, "shape of bias", "(channels,)", tuple(bias.shape))
     if residual is not None and residual.shape != x.shape:
         raise cpx.Error(where, "shape of residual", f"{tuple(x.shape)}, as of x", tuple(residual.shape))
     activation = "silu" if activation == "swish" else activation
@@ -164,13 +167,13 @@ def chunk_gated_delta_rule(
     q, k, v, g, beta = _rows(where, cp_context, states, q=q, k=k, v=v, g=g, beta=beta)
     chunk = kwargs.get("chunk_size", 64)
     for name, fits, expected, got in (
-        ("allow_neg_eigval", use_beta_sigmoid_in_kernel or not allow_neg_eigval, "use_beta_sigmoid_in_kernel", "none"),
-        ("head_first", "head_first" not in kwargs, "none: (1, rows, heads, dim)", "one"),
+        ("allow_neg_eigval", use_beta_sigmoid_in_kernel or not allow_neg_eigval, "use_beta_sigmoid_in_kernel", False),
+        ("head_first", "head_first" not in kwargs, "none: tensors are (1, rows, heads, dim)", "one"),
         ("chunk_size", chunk in (16, 32, 64), "16, 32 or 64", chunk),
-        ("scale", scale is None or scale != 0, "None, or another number than 0", scale),
+        ("scale", scale is None or isinstance(scale, numbers.Real) and scale != 0, "None, or a number but 0", scale),
     ):
         if not fits:
-            raise cpx.Error(where, name, expected, got)
+            raise cpx.Error(where, name, expected, repr(got))
     if kwargs.get("use_gate_in_kernel"):
         A_log, bias = kwargs.get("A_log"), kwargs.get("dt_bias")
         tensors(where, g.device, ("dt_bias",), A_log=A_log, dt_bias=bias)
@@ -182,8 +185,7 @@ def chunk_gated_delta_rule(
         beta = beta.sigmoid() * (2 if allow_neg_eigval else 1)
     o = _common.gated_delta_rule(
         q, k, v, g, beta, cp_context.sharding, cp_context.comm, cp_context.carry,
-        qk_l2norm=use_qk_l2norm_in_kernel, scale=scale,
-        chunk=chunk if v.is_cpu else 64,
+        qk_l2norm=bool(use_qk_l2norm_in_kernel), scale=scale, chunk=chunk if v.is_cpu else 64,
     )
     return o[None], None
 

@@ -30,7 +30,7 @@ def _comm(where, tensor, cp_group, cp_size=None):
     if tensor.dim() != 3:
         raise cpx.Error(where, "shape", "(tokens, batch, features)", tuple(tensor.shape))
     ranks = 1 if comm is None else comm.ranks
-    if cp_size not in (None, ranks):
+    if cp_size is not None and integer(where, "cp_size", cp_size) != ranks:
         raise cpx.Error(where, "cp_size", f"{ranks}, as of cp_group", cp_size)
     return None if ranks == 1 else comm
 
@@ -48,7 +48,7 @@ def _is_packed(where, packed_seq_params):
 
 
 def _is_first(where, seq_dim, head_dim):
-    if seq_dim != 0 or head_dim not in (-1, 2):
+    if integer(where, "seq_dim", seq_dim) != 0 or integer(where, "head_dim", head_dim) not in (-1, 2):
         raise cpx.Error(where, "seq_dim, head_dim", "0, -1", f"{seq_dim}, {head_dim}")
 
 

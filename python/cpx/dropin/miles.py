@@ -21,6 +21,7 @@ def _by_length(batch, ranks):
 
 def _between(where, hidden_states, cu_seqlens, cp_group, cp_rank, cp_size):
     comm = communicator(cp_group)
+    cp_rank, cp_size = integer(where, "cp_rank", cp_rank), integer(where, "cp_size", cp_size)
     if (comm.rank, comm.ranks) != (cp_rank, cp_size):
         expected = f"{comm.rank}, {comm.ranks} of the group"
         raise cpx.Error(where, "cp_rank and cp_size", expected, f"{cp_rank}, {cp_size}")
@@ -51,7 +52,10 @@ def natural_to_zigzag_slice(t, cp_size, cp_rank, dim):
     where = "natural_to_zigzag_slice"
     tensors(where, None, t=t)
     cp_size, cp_rank = integer(where, "cp_size", cp_size), integer(where, "cp_rank", cp_rank)
-    if not -t.dim() <= integer(where, "dim", dim) < t.dim():
+    if not 0 <= cp_rank < cp_size:
+        raise cpx.Error(where, "cp_rank", f"0 to {cp_size - 1}", cp_rank)
+    dim = integer(where, "dim", dim)
+    if not -t.dim() <= dim < t.dim():
         raise cpx.Error(where, "dim", f"one of t's {t.dim()}", dim)
     own = sharding(zigzag, (0, t.shape[dim]), cp_size).global_rows(cp_rank)
     return t.index_select(dim, torch.from_numpy(own).to(t.device))
@@ -65,7 +69,8 @@ def reassemble_full_row(gathered, cu, cp_size):
     """
     where = "reassemble_full_row"
     gathered, cu = tensor_list(where, "gathered", gathered), integers(where, "cu", cu)
-    of = sharding(zigzag, cu, integer(where, "cp_size", cp_size))
+    cp_size = integer(where, "cp_size", cp_size)
+    of = sharding(zigzag, cu, cp_size)
     if any((last - first) % (2 * cp_size) for first, last in zip(cu, cu[1:])):
         return None
     wanted = [(of.rows(rank), *gathered[0].shape[1:]) for rank in range(cp_size)]

@@ -18,7 +18,7 @@ def _comm(where, sequence_parallel):
     ranks = integer(where, "sp_world_size", getattr(sequence_parallel, "sp_world_size", 1))
     if ranks <= 1:
         return None
-    if int(getattr(sequence_parallel, "rp_world_size", 1) or 1) > 1:
+    if integer(where, "rp_world_size", getattr(sequence_parallel, "rp_world_size", 1) or 1) > 1:
         raise cpx.Error(where, "rp_world_size", "1: tokens sequential over the ranks", sequence_parallel.rp_world_size)
     comm = communicator(getattr(sequence_parallel, "_sp_group", None))
     if comm.ranks != ranks:

@@ -98,9 +98,10 @@ def check_tensor(where, device, name, x):
 def autocast(x, *weights):
     """Returns x and weights as an operator takes them under torch.autocast, whose rule for convolutions this is: in its
     dtype, but for float64; on the host, where operators compute in 32 bits or more, in float32."""
-    if not isinstance(x, torch.Tensor) or not torch.is_autocast_enabled(x.device.type):
+    device = x.device.type if isinstance(x, torch.Tensor) else None
+    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
         return x, *weights
-    kind = torch.float32 if x.is_cpu else torch.get_autocast_dtype(x.device.type)
+    kind = torch.float32 if device == "cpu" else torch.get_autocast_dtype(device)
     return tuple(
         t.to(kind) if isinstance(t, torch.Tensor) and t.is_floating_point() and t.dtype is not torch.float64 else t
         for t in (x, *weights)
