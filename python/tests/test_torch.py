@@ -341,8 +341,10 @@ def test_operators_with_weights_take_other_dtypes_under_autocast():
                 call(inputs[0].double(), *inputs[1:])  # as torch's, which leave float64
         torch._dynamo.reset()
         compiled = torch.compile(conv, fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(x, weight, bias), conv(x, weight, bias))
         with torch.autocast("cpu", torch.bfloat16):
             assert torch.equal(compiled(half, weight, bias), conv(half, weight, bias))
+            assert torch.equal(compiled(x, weight.bfloat16(), bias), conv(x, weight.bfloat16(), bias))
 
     one_rank(program)
 

@@ -20,7 +20,7 @@ _operators = getattr(registry, "Library")("cpx", "DEF")
 _below_autograd = torch._C._AutoDispatchBelowAutograd
 _modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
 _transform, _traced = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
-_profiled = torch._C._autograd._profiler_enabled
+_profiled, _any_autocast = torch._C._autograd._profiler_enabled, torch._C._is_any_autocast_enabled
 _plain = {torch.Tensor, torch.nn.Parameter}
 _optional = "bias", "beta", "initial"  # of the arguments of operators that are tensors, those that may be None
 _described = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")  # torch 2.10 and later: without a look at gradients
@@ -98,6 +98,8 @@ def check_tensor(where, device, name, x):
 def autocast(x, *weights):
     """Returns x and weights as an operator takes them under torch.autocast, whose rule for convolutions this is: in its
     dtype, but for float64; on the host, where operators compute in 32 bits or more, in float32."""
+    if not _any_autocast():  # as in most calls, of which this is the cheapest question
+        return x, *weights
     device = x.device.type if isinstance(x, torch.Tensor) else None
     if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
         return x, *weights
