@@ -459,6 +459,12 @@ def test_a_mistake_is_named_before_anything_moves(ranks, call, text):
     cpx.run(ranks, program, deadline=5)
 
 
+def test_of_one_rank_megatrons_tensor_stays_what_and_where_it_is():
+    x = torch.ones(4, 1, 4, device="meta")
+    for group in None, cpx.threads(1)[0]:
+        assert megatron.tensor_a2a_cp2hp(x, 0, -1, group) is x and megatron.tensor_a2a_hp2cp(x, 0, -1, group) is x
+
+
 def test_fla_chunks_are_on_gpus_those_of_the_kernels(monkeypatch):
     asked = []
     monkeypatch.setattr(fla._common, "gated_delta_rule", lambda q, k, v, *_, chunk, **more: asked.append(chunk) or v)

@@ -26,10 +26,10 @@ def _between(where, tensor, ranks, sections, cu, balanced):
 def _comm(where, tensor, cp_group, cp_size=None):
     """Returns the communicator of a group, or None of one rank, as which Megatron takes None, too."""
     comm = None if cp_group is None else communicator(cp_group)
-    tensors(where, comm and comm.device, tensor=tensor)
+    ranks = 1 if comm is None else comm.ranks
+    tensors(where, None if ranks == 1 else comm.device, tensor=tensor)
     if tensor.dim() != 3:
         raise cpx.Error(where, "shape", "(tokens, batch, features)", tuple(tensor.shape))
-    ranks = 1 if comm is None else comm.ranks
     if cp_size is not None and integer(where, "cp_size", cp_size) != ranks:
         raise cpx.Error(where, "cp_size", f"{ranks}, as of cp_group", cp_size)
     return None if ranks == 1 else comm
