@@ -6,6 +6,7 @@ import builtins
 import json
 import pathlib
 import re
+import threading
 import types
 
 import pytest
@@ -16,7 +17,13 @@ import cpx
 
 ct = pytest.importorskip("cpx.torch")
 
+try:
+    import transformers
+except ImportError:
+    transformers = None
+
 root = pathlib.Path(__file__).parents[2]
+loading = threading.Lock()  # transformers imports a model's file when it is first asked for
 batch, ids = cpx.thd([0, 7, 20]), torch.arange(20)
 sharding = cpx.shard(batch, cpx.zigzag(2))
 
@@ -40,10 +47,10 @@ def reader_of_layers(comm):
 
 
 def reader_of_models(comm):
-    transformers = pytest.importorskip("transformers")
     directory = root / "examples" / "data" / "tiny_qwen3_5_vl"
     config = json.loads((directory / "config.json").read_text())
-    model = getattr(transformers, config["architectures"][0]).from_pretrained(directory, dtype=torch.float32)
+    with loading:
+        model = getattr(transformers, config["architectures"][0]).from_pretrained(directory, dtype=torch.float32)
     vision, grid = model.config.vision_config, torch.tensor([[1, 4, 4]])
     pixels = torch.randn(16, vision.in_channels * vision.temporal_patch_size * vision.patch_size**2)
     picture = [5, model.config.vision_start_token_id, *[model.config.image_token_id] * 4, 7, 8]
@@ -81,16 +88,16 @@ of_miles = {  # names under which it calls them
 @pytest.mark.parametrize("file, count, names", [("python/README.md", 3, {"program"}), ("docs/trainers.md", 6, of_miles)])
 def test_the_python_of_a_document_runs_as_it_is_pasted(file, count, names):
     """Each block behind those before it, but those for GPUs, of which every name is there."""
-    made, found = {}, blocks(file)
+    made, left_out, found = {}, [], blocks(file)
     assert len(found) == count
     for line, block in found:
         reader = next((reader for part, reader in readers.items() if part in block), None)
-        if "communicator()" in block:
+        if "dropin.transformers" in block and transformers is None:
+            left_out.append(line)
+        elif "communicator()" in block:
             assert unknown(block, made) == {"x"}  # the reader's tensor
         elif reader is None:
             assert unknown(block, made) == set()  # nor in functions that are not called
-            if "dropin.transformers" in block:
-                pytest.importorskip("transformers")
             exec(compile("\n" * line + block, str(root / file), "exec"), made)
         else:
 
@@ -100,3 +107,5 @@ def test_the_python_of_a_document_runs_as_it_is_pasted(file, count, names):
 
             cpx.run(2, program, deadline=60)
     assert names <= made.keys()
+    if left_out:
+        pytest.skip(f"without transformers, block of line {left_out[0]} only")
