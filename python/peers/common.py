@@ -101,11 +101,20 @@ class _Put:
     """Has `patch` change every module of tests before its tests run, and prints what comes of each."""
 
     def __init__(self, patch, differs):
-        self.patch, self.differs, self.tests, self.failed = patch, differs, 0, 0
+        self.patch, self.differs, self.tests, self.failed, self.uncollected = patch, differs, 0, 0, 0
 
     def pytest_collection_finish(self, session):
         for module in {item.module for item in session.items}:
             self.patch(module)
+
+    def pytest_collectreport(self, report):
+        """What did not come to tests: a file that cannot be imported here, say, or wants a module that is not there."""
+        if report.outcome != "passed":
+            self.failed += report.failed
+            lines = [line for line in str(report.longrepr).strip().split("\n") if line.startswith("E ")]
+            why = report.longrepr[2] if report.skipped else (lines or [str(report.longrepr)])[-1].removeprefix("E ")
+            print(f"{report.outcome:8}{report.nodeid.split('/')[-1]}: {why.strip()}", flush=True)
+            self.uncollected += 1
 
     def pytest_runtest_logreport(self, report):
         if report.when != "call" and report.outcome == "passed":
@@ -128,17 +137,19 @@ class _Put:
 
 
 def run(checkout, files, patch, differs=None):
-    """Runs files of tests, prints a line each and returns how many failed.
+    """Runs files of tests, prints a line each and returns how many failed, files that are no tests here among them.
 
     differs: of tests that want what cpx does otherwise, by a part of their name, what it does.
     """
     put = _Put(patch, differs or {})
-    options = [*_chosen, "--noconftest", "-p", "no:cacheprovider", "-p", "no:terminal", "-c", os.devnull]
+    options = [*_chosen, "--continue-on-collection-errors", "--noconftest", "-c", os.devnull]
+    options += ["-p", "no:cacheprovider", "-p", "no:terminal"]
     paths = [str(checkout / f) for f in files]
     pytest.main([*options, f"--rootdir={checkout}", "--import-mode=importlib", *paths], plugins=[put])
-    if put.tests == 0:
+    found = put.tests + put.uncollected
+    if found == 0:
         print("failed  no test was found")
-    return put.failed + (put.tests == 0)
+    return put.failed + (found == 0)
 
 
 def report(name, program):

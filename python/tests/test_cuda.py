@@ -773,6 +773,23 @@ def test_a_gated_delta_net_is_the_hosts_with_its_gradients(comm, how, dtype, hea
     comm.wait()
 
 
+@pytest.mark.parametrize("how", ["scan", "heads"])
+def test_a_gated_delta_net_of_float32_weights_under_autocast_is_that_of_bfloat16(comm, how):
+    heads, hidden, batch = cpx.Heads(2, 4, 128, 128), 48, batches[0]
+    sharding = cpx.shard(batch, cpx.zigzag(world))
+    x, upstream = (share(sharding, numbers(batch.tokens, hidden, seed=s), torch.float32).detach() for s in (20, 21))
+    weights = {name: w.to(device, torch.float32) for name, w in layer_weights(heads, hidden, torch.float32).items()}
+    half = {name: w if name in ("A_log", "dt_bias") else w.bfloat16() for name, w in weights.items()}
+    right = run_layer(comm, sharding, x.bfloat16(), upstream.bfloat16(), half, heads, how)
+    with torch.autocast("cuda", torch.bfloat16):
+        got = run_layer(comm, sharding, x, upstream.bfloat16(), weights, heads, how)
+    assert torch.equal(got[0], right[0])
+    for name, a, b in zip(("x", *weights), got[1:], right[1:]):
+        assert a.dtype is torch.float32
+        near("d" + name, a, b.cpu(), 1e-2)
+    comm.wait()
+
+
 @pytest.mark.parametrize("how", ["serial", "heads"])
 @pytest.mark.parametrize("dtype,heads", [
     (torch.float32, cpx.Heads(2, 4, 24, 40)), (torch.bfloat16, cpx.Heads(2, 2, 128, 128)),
@@ -1478,6 +1495,11 @@ def test_drop_ins_take_tensors_on_devices(comm):
     whole = delta_inputs(packed.batch, heads, torch.bfloat16)
     part = [share(packed, t, torch.bfloat16 if i < 3 else torch.float32)[None] for i, t in enumerate(whole)]
     o, _ = fla.chunk_gated_delta_rule(*part, use_qk_l2norm_in_kernel=True, cp_context=context)
+    for size in 16, 32:  # the kernels take 64
+        same, _ = fla.chunk_gated_delta_rule(
+            *part, use_qk_l2norm_in_kernel=True, chunk_size=size, cp_context=context
+        )
+        assert torch.equal(same, o)
     right = on_one_rank(
         lambda one: ct.gated_delta_rule(*whole, ct.carry(cpx.shard(packed.batch, cpx.sequential(1)), one), one)
     )

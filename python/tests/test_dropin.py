@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import cpx
 
 pytest.importorskip("cpx.torch")
+import cpx.torch
 from cpx.dropin import fla, megatron, miles, twinkle
 
 page = pathlib.Path(__file__).parents[2] / "docs" / "trainers.md"
@@ -189,7 +190,7 @@ def test_fla_rule_in_serial_is_bitwise_that_of_one_rank(cu):  # whose ranks begi
     for ranks in (2, 3, 5):
         for name, of_ranks, right in zip(["o", "dq", "dk", "dv", "dg", "dbeta"], zip(*cpx.run(ranks, program)), alone):
             assert torch.equal(torch.cat(of_ranks), right), f"{name}, {ranks} ranks"
-    with pytest.raises(cpx.Error, match="how: expected"):
+    with pytest.raises(cpx.Error, match='carry: expected "scan" or "serial", got'):
         cpx.run(1, lambda comm: fla.chunk_gated_delta_rule(
             *(t[None] for t in inputs), cp_context=fla.build_cp_context(torch.tensor(cu), comm, carry="both")
         ))
@@ -354,6 +355,130 @@ def test_twinkle_wants_heads_for_every_rank_and_no_ring():
             twinkle.seq_to_head_shard(torch.zeros(1, 4, 4, 2), context)
 
     cpx.run(2, program)
+
+
+def conv(comm, x=torch.ones(1, 20, 4), weight=torch.ones(4, 3), cp_context=None, **options):
+    context = fla.build_cp_context([0, 12, 20], comm) if cp_context is None else cp_context
+    return fla.causal_conv1d(x, weight, cp_context=context, **options)
+
+
+def rule(comm, changed={}, **options):
+    heads, gates = torch.ones(1, 20, 2, 4), torch.zeros(1, 20, 2)
+    given = {"q": heads, "k": heads, "v": heads, "g": gates, "beta": gates, **changed}
+    return fla.chunk_gated_delta_rule(**given, cp_context=fla.build_cp_context([0, 12, 20], comm), **options)
+
+
+def to_packed(comm, x=torch.ones(20, 1, 4), cu=(0, 12, 20)):
+    return miles.zigzag_to_packed_shard(x, cu, comm, 0, 1)
+
+
+def rows_together(comm, rows, cu=(0, 8), ranks=2):
+    return miles.reassemble_full_row(rows, cu, ranks)
+
+
+def to_features(comm, cu=None, sections=(4,), ranks=1, packed=None, x=torch.ones(20, 1, 4), seq_len=20):
+    packed = packed and types.SimpleNamespace(qkv_format=packed)
+    return megatron.a2a_cp_to_hp(x, sections, ranks, comm, cu, seq_len, packed)
+
+
+def to_heads(comm, tensors, ranks=2):
+    return twinkle.seq_to_head_shards(tensors, types.SimpleNamespace(sp_world_size=ranks, _sp_group=comm))
+
+
+four = torch.ones(1, 10, 4, 2)
+mistakes = [  # ranks, what is called, what it says
+    (1, lambda c: to_packed(c, torch.ones(20, 4).numpy()), "zigzag_to_packed_shard: hidden_states: expected a torch.T"),
+    (1, lambda c: to_packed(c, None), "hidden_states: expected a torch.Tensor, got NoneType"),
+    (1, lambda c: to_packed(c, torch.ones(20, 4, device="meta")), "device of hidden_states: expected cpu"),
+    (1, lambda c: to_packed(c, cu=None), "cu_seqlens: expected whole numbers, a tensor or a list, got None"),
+    (1, lambda c: to_packed(c, cu=[0, 12.7, 20]), r"cu_seqlens: expected whole numbers.*got \[0, 12.7, 20\]"),
+    (1, lambda c: to_packed(c, cu=torch.tensor([0.0, 20.0])), "cu_seqlens: expected whole numbers"),
+    (1, lambda c: to_packed(c, cu=torch.tensor([[0, 20]])), "cu_seqlens: expected whole numbers"),
+    (1, lambda c: to_packed(c, cu=[]), "cu_seqlens: expected at least one number, got none"),
+    (1, lambda c: miles.natural_to_zigzag_slice(None, 2, 0, 0), "natural_to_zigzag_slice: t: expected a torch.Tensor"),
+    (1, lambda c: miles.natural_to_zigzag_slice(torch.ones(8), 2, 0, 1), "dim: expected one of t's 1, got 1"),
+    (1, lambda c: miles.natural_to_zigzag_slice(torch.ones(8), 2, None, 0), "cp_rank: expected a whole number"),
+    (1, lambda c: rows_together(c, [torch.ones(4)]), "reassemble_full_row: shapes of gathered, by rank: expected"),
+    (1, lambda c: rows_together(c, [torch.ones(4)] * 3), "shapes of gathered, by rank"),
+    (1, lambda c: rows_together(c, [torch.ones(3), torch.ones(4)]), "shapes of gathered, by rank"),
+    (1, lambda c: rows_together(c, [torch.ones(4), torch.ones(4).long()]), "dtype of gathered: expected one, got"),
+    (1, lambda c: rows_together(c, []), "gathered: expected at least one tensor, got none"),
+    (1, lambda c: rows_together(c, None), "gathered: expected a list of tensors, got NoneType"),
+    (1, lambda c: rows_together(c, [None, None]), r"gathered\[0\]: expected a torch.Tensor, got NoneType"),
+    (1, lambda c: conv(c, torch.ones(1, 20, 4).numpy()), "causal_conv1d: x: expected a torch.Tensor, got ndarray"),
+    (1, lambda c: conv(c, torch.ones(1, 20, 4, device="meta")), "causal_conv1d: device of x: expected cpu"),
+    (1, lambda c: conv(c, weight=None), "causal_conv1d: weight: expected a torch.Tensor, got NoneType"),
+    (1, lambda c: conv(c, weight=torch.ones(4)), r"shape of weight: expected \(channels, K\)"),
+    (1, lambda c: conv(c, bias=torch.ones(2, 2)), r"shape of bias: expected \(channels,\), got \(2, 2\)"),
+    (1, lambda c: conv(c, residual=torch.ones(1, 20, 1)), "shape of residual: expected"),
+    (1, lambda c: conv(c, cp_context=types.SimpleNamespace(cu_seqlens=[0, 20])), "cp_context: expected one of cpx.dr"),
+    (1, lambda c: fla.build_cp_context(None, c), "cu_seqlens: expected whole numbers"),
+    (1, lambda c: fla.get_cp_cu_seqlens([0, 20], world_size=2.5, rank=0), "world_size: expected a whole number"),
+    (1, lambda c: rule(c, {"q": torch.ones(1, 20, 2, 4).numpy()}), "chunk_gated_delta_rule: q: expected a torch.Ten"),
+    (1, lambda c: rule(c, {"g": None}), "chunk_gated_delta_rule: g: expected a torch.Tensor, got NoneType"),
+    (1, lambda c: rule(c, {"beta": None}), "beta: expected a torch.Tensor, got NoneType"),
+    (1, lambda c: rule(c, use_gate_in_kernel=True), "A_log: expected a torch.Tensor, got NoneType"),
+    (1, lambda c: rule(c, use_gate_in_kernel=True, A_log=torch.ones(3)), "shape of A_log: expected .*the value heads"),
+    (1, lambda c: rule(c, allow_neg_eigval=True), "allow_neg_eigval: expected use_beta_sigmoid_in_kernel, got False"),
+    (1, lambda c: rule(c, head_first=True), "head_first: expected none"),
+    (1, lambda c: rule(c, chunk_size=48), "chunk_size: expected 16, 32 or 64, got 48"),
+    (1, lambda c: rule(c, scale=0.0), "scale: expected None, or a number but 0, got 0.0"),
+    (1, lambda c: rule(c, scale="a"), "scale: expected None, or a number but 0, got 'a'"),
+    (2, lambda c: megatron.tensor_a2a_cp2hp(torch.ones(4, 1, 4), None, -1, c), "seq_dim: expected a whole number"),
+    (1, lambda c: miles.zigzag_to_packed_shard(torch.ones(20, 4), [0, 20], c, None, 1), "cp_rank: expected a whole"),
+    (1, lambda c: miles.natural_to_zigzag_slice(torch.ones(8), 2, 2**40, 0), "cp_rank: expected 0 to 1, got 1099"),
+    (1, lambda c: to_packed(c, cu=torch.zeros(3, dtype=torch.int64, device="meta")), "cu_seqlens: expected whole num"),
+    (2, lambda c: to_features(c, ranks=2, packed="thd"), "a2a_cp_to_hp: cu_seqlens_q: expected whole numbers"),
+    (2, lambda c: to_features(c, ranks=4), "cp_size: expected 2, as of cp_group, got 4"),
+    (1, lambda c: to_features(c, ranks=8), "cp_size: expected 1, as of cp_group, got 8"),
+    (2, lambda c: to_features(c, ranks=2, sections=None), "in_proj_split_sections: expected whole numbers"),
+    (2, lambda c: to_features(c, ranks=2, x=None), "tensor: expected a torch.Tensor, got NoneType"),
+    (2, lambda c: to_features(c, ranks=2, seq_len=None), "seq_len: expected a whole number, got None"),
+    (1, lambda c: megatron.a2a_cp_to_hp(torch.ones(4, 1, 4), (4,), 1, c, None, 4, 3), "packed_seq_params: expected"),
+    (2, lambda c: megatron.a2a_hp_to_cp(torch.ones(4, 1, 4), 2, c, types.SimpleNamespace(qkv_format="thd"), None),
+     "a2a_hp_to_cp: thd_cp_a2a_inv: expected whole numbers"),
+    (2, lambda c: megatron.a2a_hp_to_cp(torch.ones(4, 1, 4), 2, c, None, (0, 4)), "thd_cp_a2a_inv: expected None"),
+    (2, lambda c: megatron.tensor_a2a_cp2hp(torch.ones(4, 4).numpy(), 0, -1, c), "tensor_a2a_cp2hp: tensor: expected"),
+    (2, lambda c: to_heads(c, []), "seq_to_head_shards: tensors: expected at least one tensor, got none"),
+    (2, lambda c: to_heads(c, None), "tensors: expected a list of tensors, got NoneType"),
+    (2, lambda c: to_heads(c, [four, four[:, 1:]]), r"batch and tokens: expected \(1, 10\), got \(1, 9\)"),
+    (2, lambda c: to_heads(c, [four, four.double()]), "dtype of tensors: expected one, got torch.float32, torch"),
+    (1, lambda c: to_heads(c, [four], 4), "sp_world_size: expected 1, as of the group, got 4"),
+    (1, lambda c: to_heads(c, [four], None), "sp_world_size: expected a whole number, got None"),
+]
+
+
+@pytest.mark.parametrize("ranks, call, text", mistakes, ids=[text[:40] for _, _, text in mistakes])
+def test_a_mistake_is_named_before_anything_moves(ranks, call, text):
+    def program(comm):
+        comm = cpx.torch.communicator(comm)
+        if comm.rank == 0:  # alone: what moved would wait for the others
+            with pytest.raises(cpx.Error, match=text):
+                call(comm)
+
+    cpx.run(ranks, program, deadline=5)
+
+
+def test_of_one_rank_megatrons_tensor_stays_what_and_where_it_is():
+    x = torch.ones(4, 1, 4, device="meta")
+    for group in None, cpx.threads(1)[0]:
+        assert megatron.tensor_a2a_cp2hp(x, 0, -1, group) is x and megatron.tensor_a2a_hp2cp(x, 0, -1, group) is x
+
+
+def test_fla_chunks_are_on_gpus_those_of_the_kernels(monkeypatch):
+    asked = []
+    monkeypatch.setattr(fla._common, "gated_delta_rule", lambda q, k, v, *_, chunk, **more: asked.append(chunk) or v)
+
+    class OnGpu(torch.Tensor):
+        is_cpu = False
+
+    def program(comm):
+        for kind in torch.Tensor, OnGpu:
+            for size in 16, 32, 64:
+                rule(comm, {"v": torch.ones(1, 20, 2, 4).as_subclass(kind)}, chunk_size=size)
+
+    cpx.run(1, program)
+    assert asked == [16, 32, 64, 64, 64, 64]
 
 
 def test_every_import_on_the_page_for_trainers_is_there():

@@ -183,6 +183,102 @@ def test_gradient_checkpointing_changes_no_gradient(golden):
 
 
 @of_text
+def test_behind_it_there_are_no_log_probabilities_and_no_backward(golden):
+    """Both would be the model's own: what is asked then, and what a checkpoint computes again."""
+    model, reference = golden
+    behind = "expected within `with`, where the model is this rank's, got behind it"
+
+    def of_log_probs(part):
+        return part.log_probs(reference["input_ids"][part.rows])
+
+    def of_hidden(part):  # of the language model by itself
+        ids, at = reference["input_ids"][part.rows][None], torch.from_numpy(part.sharding.positions(part.comm.rank))
+        return model_of[part].model(input_ids=ids, position_ids=at.expand(3, 1, -1), use_cache=False).last_hidden_state
+
+    model_of = {}
+
+    def program(comm, checkpoint, result_of):
+        own = copy.deepcopy(model).train()
+        if checkpoint is not None:
+            own.gradient_checkpointing_enable({"use_reentrant": checkpoint})
+        with dropin.context_parallel(own, reference["cu_seqlens"], comm) as part:
+            model_of[part] = own
+            if result_of is None:
+                return part
+            result = result_of(part)
+        with pytest.raises(cpx.Error, match=f"backward: {behind}"):
+            result.sum().backward()
+        assert all(p.grad is None for n, p in own.named_parameters() if "layers" in n)
+
+    for checkpoint in (None, True, False):
+        for result_of in (of_log_probs, of_hidden):
+            cpx.run(2, program, checkpoint, result_of, deadline=60)
+    for part in cpx.run(2, program, None, None):
+        with pytest.raises(cpx.Error, match=f"log_probs: {behind}"):
+            of_log_probs(part)
+
+
+@of_text
+def test_a_model_is_in_one_context_at_a_time(golden):
+    model, reference = golden
+    taken = "model: expected one of no other context; each rank that is a thread takes a copy of the model, got one "
+
+    def program(comm):
+        own = copy.deepcopy(model)
+        before = {n: set(m.__dict__) for n, m in own.named_modules()}
+
+        def context():
+            return dropin.context_parallel(own, reference["cu_seqlens"], comm)
+
+        def log_probs(part):
+            return part.log_probs(reference["input_ids"][part.rows])
+
+        with torch.no_grad(), context() as outer:
+            right = log_probs(outer)
+            with pytest.raises(cpx.Error, match=taken + "within that of rank 0 of 1"):
+                context().__enter__()
+            assert torch.equal(log_probs(outer), right)
+        with torch.no_grad(), context() as again:  # one behind another
+            assert torch.equal(log_probs(again), right)
+        assert before == {n: set(m.__dict__) for n, m in own.named_modules()}
+        assert own.config._attn_implementation == model.config._attn_implementation
+
+    cpx.run(1, program)
+
+    def shares(comm):
+        with dropin.context_parallel(shared, reference["cu_seqlens"], comm):
+            cpx.torch.sum_over_ranks(torch.ones(1), cpx.torch.communicator(comm))
+
+    shared = copy.deepcopy(model)
+    with pytest.raises(cpx.Error, match=taken):
+        cpx.run(2, shares, deadline=20)
+
+
+@of_text
+def test_models_of_one_config_are_in_contexts_of_their_own(golden):
+    model, reference = golden
+    other = type(model)(model.config)
+    other.load_state_dict(model.state_dict())
+    assert other.config is model.config
+    ids = reference["input_ids"]
+
+    def program(comm):
+        with torch.no_grad():
+            right = other(ids[None, :24], use_cache=False).logits
+            first = dropin.context_parallel(model, reference["cu_seqlens"], comm)
+            part = first.__enter__()
+            assert torch.equal(other(ids[None, :24], use_cache=False).logits, right)
+            with dropin.context_parallel(other, reference["cu_seqlens"], comm) as second:
+                wanted = second.log_probs(ids[second.rows])
+                assert torch.equal(part.log_probs(ids[part.rows]), wanted)
+                first.__exit__(None, None, None)
+                assert torch.equal(second.log_probs(ids[second.rows]), wanted)
+            assert torch.equal(model(ids[None, :24], use_cache=False).logits, right)
+
+    cpx.run(1, program)
+
+
+@of_text
 def test_a_model_in_bfloat16_is_as_near_as_transformers_itself(golden):
     model, reference = golden
     half = copy.deepcopy(model).bfloat16()
@@ -237,6 +333,19 @@ def test_what_does_not_fit_is_named(golden):
         with dropin.context_parallel(copy.deepcopy(model), [0, 24], comm) as part:
             with pytest.raises(cpx.Error, match="shape of input_ids"):
                 part.log_probs(torch.zeros(7, dtype=torch.int64))
+            ids = reference["input_ids"][:24]
+            for text, given, more in (
+                ("input_ids: expected a torch.Tensor, got NoneType", None, {}),
+                ("dtype of input_ids: expected torch.int64 or torch.int32, got torch.float32", ids.float(), {}),
+                ("inputs: expected some of .*, got labels, use_cache", ids, {"use_cache": True, "labels": ids}),
+                (r"shape of position_ids: expected \(3, 24\), got \(3, 2\)", ids, {"position_ids": ids.new_ones(3, 2)}),
+            ):
+                with pytest.raises(cpx.Error, match=text):
+                    part.log_probs(given, **more)
+        with pytest.raises(cpx.Error, match="cu_seqlens: expected whole numbers"):
+            dropin.context_parallel(model, None, comm).__enter__()
+        with pytest.raises(cpx.Error, match='carry: expected "scan" or "serial", got \'both\''):
+            dropin.context_parallel(model, [0, 24], comm, carry="both").__enter__()
 
     cpx.run(1, program)
 

@@ -285,6 +285,70 @@ def test_a_layer_is_bitwise_that_of_one_rank_with_products_whose_rows_are(how):
         assert same(got[:2], one[:2])
 
 
+def under_autocast(kind, call, *inputs):
+    """Returns what a call gives under autocast, and gradients, behind it, of inputs."""
+    with torch.autocast("cpu", kind):
+        y = call(*inputs)
+    return y, *torch.autograd.grad(y.float().square().sum(), inputs)
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("how", ["scan", "heads"])
+def test_a_layer_of_float32_weights_runs_under_autocast(how, kind):
+    sharding = cpx.shard(batch, cpx.zigzag(2))
+    whole_x = numbers(batch.tokens, hidden, dtype=torch.float32)
+
+    def program(comm):
+        comm = ct.communicator(comm)
+        plan = ct.gated_delta_net_plan(sharding, layer_heads, comm, how, chunk=8)
+        weights = {n: (w / 4).detach().requires_grad_() for n, w in layer_weights(torch.float32).items()}
+        x = share(sharding, comm, whole_x).detach().requires_grad_()
+
+        def layer(x, *weights_of_layer):
+            return ct.gated_delta_net(x, dict(zip(weights, weights_of_layer)), plan, comm)
+
+        right = layer(x, *weights.values())
+        right = right, *torch.autograd.grad(right.square().sum(), (x, *weights.values()))
+        for given in x, x.detach().to(kind).requires_grad_():  # as another layer under autocast hands it on
+            found = under_autocast(kind, layer, given, *weights.values())
+            assert found[0].dtype is kind and found[1].dtype is given.dtype
+            assert all(d.dtype is torch.float32 for d in found[2:])
+            for name, a, b in zip(("y", "dx", *weights), found, right):
+                assert (a.float() - b).norm() < (0.1 if kind is torch.bfloat16 else 0.0125) * b.norm(), name
+        with torch.autocast("cpu", kind, enabled=False):
+            with pytest.raises(cpx.Error, match="dtype of in_proj_qkv.weight: expected"):
+                layer(x.to(kind), *weights.values())
+
+    cpx.run(2, program)
+
+
+def test_operators_with_weights_take_other_dtypes_under_autocast():
+    def program(comm):
+        plan = ct.halo(cpx.shard(batch, cpx.zigzag(1)), comm, 3)
+        x, weight, bias = (numbers(*s, dtype=torch.float32) for s in ((batch.tokens, 4), (4, 4), (4,)))
+        half = x.bfloat16()
+        conv, norm = lambda x, w, b: ct.causal_conv1d(x, w, plan, comm, b), ct.gated_rms_norm
+        for call, inputs in (conv, (half, weight, bias)), (norm, (half, x, bias)):
+            inputs = [t.detach().requires_grad_() for t in inputs]
+            y, *gradients = under_autocast(torch.bfloat16, call, *inputs)
+            assert torch.equal(y, call(*(t.float() for t in inputs)))  # where the host computes
+            assert [d.dtype for d in gradients] == [t.dtype for t in inputs]
+            with pytest.raises(cpx.Error, match="dtype of "):
+                call(*inputs)
+            with pytest.raises(cpx.Error, match="device of |meta"):
+                call(*(t.to("meta") if t is inputs[0] else t for t in inputs))  # of which there is no autocast
+            with torch.autocast("cpu", torch.bfloat16), pytest.raises(cpx.Error, match="dtype of "):
+                call(inputs[0].double(), *inputs[1:])  # as torch's, which leave float64
+        torch._dynamo.reset()
+        compiled = torch.compile(conv, fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(x, weight, bias), conv(x, weight, bias))
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(compiled(half, weight, bias), conv(half, weight, bias))
+            assert torch.equal(compiled(x, weight.bfloat16(), bias), conv(x, weight.bfloat16(), bias))
+
+    one_rank(program)
+
+
 def attended(world, dtype, how):
     of = cpx.AttentionHeads(4, 2, 6)
     rows = cpx.shard(batch, cpx.zigzag(world))

@@ -1,22 +1,66 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the drop-ins share: groups, batches from offsets, shardings of them, and operators in the types of peers."""
+"""What the drop-ins share: what they check of arguments, groups, shardings, and operators in the types of peers."""
 
 import functools
+import operator
+import reprlib
 
 import torch
 
 import cpx
 import cpx.torch
+from cpx.torch._operator import autocast, check_tensor
+
+
+def tensors(where, device, _optional=(), **named):
+    """Raises cpx.Error unless all are tensors on that device, None: on any one. Those in _optional may be None."""
+    for name, x in named.items():
+        if x is None and name in _optional:
+            continue
+        check_tensor(where, device or getattr(x, "device", None), name, x)
+        device = x.device
+
+
+def tensor_list(where, name, given, device=None):
+    """Returns a list of tensors of one dtype on that device, None: on any one. Raises cpx.Error if they are not."""
+    try:
+        given = list(given)
+    except TypeError as e:
+        raise cpx.Error(where, name, "a list of tensors", type(given).__name__) from e
+    if not given:
+        raise cpx.Error(where, name, "at least one tensor", "none")
+    tensors(where, device, **{f"{name}[{i}]": x for i, x in enumerate(given)})
+    kinds = {x.dtype: None for x in given}
+    if len(kinds) > 1:
+        raise cpx.Error(where, f"dtype of {name}", "one", ", ".join(map(str, kinds)))
+    return given
+
+
+def integer(where, name, value):
+    """Returns a whole number as an int. Raises cpx.Error if it is none."""
+    try:
+        return int(operator.index(value))
+    except TypeError as e:
+        raise cpx.Error(where, name, "a whole number", reprlib.repr(value)) from e
+
+
+def integers(where, name, values):
+    """Returns whole numbers, a tensor or a list, as a tuple of int: from a device that is one copy, and a wait for it.
+
+    Raises cpx.Error if they are none, or others: none is rounded.
+    """
+    try:
+        found = tuple(map(operator.index, values.tolist() if isinstance(values, torch.Tensor) else values))
+    except (TypeError, NotImplementedError) as e:  # this of a tensor without data
+        raise cpx.Error(where, name, "whole numbers, a tensor or a list", reprlib.repr(values)) from e
+    if not found:
+        raise cpx.Error(where, name, "at least one number", "none")
+    return found
 
 
 def communicator(group):
     """Returns the cpx.torch.Communicator of a group: of a torch.distributed.ProcessGroup or of a cpx.Communicator."""
     return group if isinstance(group, cpx.torch.Communicator) else cpx.torch.communicator(group)
-
-
-def offsets(cu_seqlens):
-    """Returns cu_seqlens, a tensor or a list, as a tuple of int: from a device that is one copy, and a wait for it."""
-    return tuple(cu_seqlens.tolist() if isinstance(cu_seqlens, torch.Tensor) else (int(n) for n in cu_seqlens))
 
 
 @functools.lru_cache(maxsize=64)
@@ -58,7 +102,7 @@ def _as(kind, x):
 
 def causal_conv1d(x, weight, bias, activation, of, comm):
     """cpx.torch.causal_conv1d on the sharding `of`. x: (rows, channels), weight: (channels, K). Returned as x."""
-    a, w, b = _computed((x, weight, bias))
+    a, w, b = _computed(autocast(x, weight, bias))
     y = cpx.torch.causal_conv1d(a, w, cpx.torch.halo(of, comm, w.shape[1] - 1), comm, b, activation)
     return _as(x.dtype, y)
 

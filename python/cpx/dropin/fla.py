@@ -10,6 +10,7 @@ of any size and ranks with fewer rows than the convolution's history. A call wit
 import bisect
 import dataclasses
 import itertools
+import numbers
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,7 @@ import torch.nn.functional as F
 import cpx
 
 from . import _common
-from ._common import communicator, offsets, packed, sharding
+from ._common import communicator, integer, integers, packed, sharding, tensors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,9 +63,14 @@ def get_cp_cu_seqlens(
     comm = None if group is None else communicator(group)
     if comm is not None:
         world_size, rank = comm.ranks, comm.rank
+    where = "get_cp_cu_seqlens"
     if world_size is None or rank is None:
-        raise cpx.Error("get_cp_cu_seqlens", "rank", "a group, or world_size and rank", "neither")
-    of = sharding(packed, offsets(cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu), world_size)
+        raise cpx.Error(where, "rank", "a group, or world_size and rank", "neither")
+    world_size, rank = integer(where, "world_size", world_size), integer(where, "rank", rank)
+    if carry not in ("scan", "serial"):
+        raise cpx.Error(where, "carry", '"scan" or "serial"', repr(carry))
+    cu = integers(where, "cu_seqlens", cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu)
+    of = sharding(packed, cu, world_size)
     segments, batch = of.segments(rank).tolist(), of.batch
     begins = list(itertools.accumulate((of.rows(r) for r in range(world_size)), initial=0))
     local = torch.tensor([row for _, _, row, _ in segments] + [of.rows(rank)], dtype=torch.int32)
@@ -98,15 +104,19 @@ def _peer(where):
     return fla
 
 
-def _rows(where, context, states, x):
-    """Returns x, (1, rows, ...), without its first dimension."""
+def _rows(where, context, states, **of_rows):
+    """Returns tensors, (1, rows, ...), without their first dimension."""
+    if not isinstance(context, CPContext):
+        raise cpx.Error(where, "cp_context", "one of cpx.dropin.fla.build_cp_context", type(context).__name__)
     if context.comm is None:
         raise cpx.Error(where, "cp_context", "one of a group", "one of build_cp_context without a group")
     if any(states):
         raise cpx.Error(where, "states", "neither initial nor final ones with a cp_context", "one of them")
-    if x.dim() < 2 or x.shape[0] != 1:
-        raise cpx.Error(where, "shape", "(1, rows, ...) of a packed batch", tuple(x.shape))
-    return x.squeeze(0)  # whose backward is a view, of x[0] a fill and a copy
+    tensors(where, context.comm.device, **of_rows)
+    for x in of_rows.values():
+        if x.dim() < 2 or x.shape[0] != 1:
+            raise cpx.Error(where, "shape", "(1, rows, ...) of a packed batch", tuple(x.shape))
+    return [x.squeeze(0) for x in of_rows.values()]  # whose backward is a view, of x[0] a fill and a copy
 
 
 def causal_conv1d(
@@ -123,7 +133,14 @@ def causal_conv1d(
             x, weight, bias, residual, initial_state, output_final_state, activation, backend, cu_seqlens,
             cu_seqlens_cpu, chunk_indices, **kwargs
         )
-    rows = _rows(where, cp_context, (initial_state is not None, output_final_state), x)
+    (rows,) = _rows(where, cp_context, (initial_state is not None, output_final_state), x=x)
+    tensors(where, x.device, ("bias", "residual"), weight=weight, bias=bias, residual=residual)
+    if weight.dim() != 2:
+        raise cpx.Error(where, "shape of weight", "(channels, K)", tuple(weight.shape))
+    if bias is not None and bias.dim() != 1:
+        raise cpx.Error(where, "shape of bias", "(channels,)", tuple(bias.shape))
+    if residual is not None and residual.shape != x.shape:
+        raise cpx.Error(where, "shape of residual", f"{tuple(x.shape)}, as of x", tuple(residual.shape))
     activation = "silu" if activation == "swish" else activation
     y = _common.causal_conv1d(rows, weight, bias, activation, cp_context.sharding, cp_context.comm)[None]
     return (y if residual is None else y + residual), None
@@ -136,7 +153,8 @@ def chunk_gated_delta_rule(
 ):
     """The gated delta rule of q, k: (1, rows, key heads, dim), v, g, beta: (1, rows, value heads, ...). Collective.
 
-    Returns (o, None), o as v. state_v_first says how states lie in memory: here none are handed over.
+    Returns (o, None), o as v. state_v_first says how states lie in memory: here none are handed over. chunk_size, 16,
+    32 or 64, is how the peer cuts its computation: on GPUs cpx's kernels take 64 tokens at once, whichever is asked.
     """
     where = "chunk_gated_delta_rule"
     if cp_context is None:
@@ -146,16 +164,28 @@ def chunk_gated_delta_rule(
             **kwargs
         )
     states = initial_state is not None, output_final_state
-    q, k, v, g, beta = (_rows(where, cp_context, states, x) for x in (q, k, v, g, beta))
+    q, k, v, g, beta = _rows(where, cp_context, states, q=q, k=k, v=v, g=g, beta=beta)
+    chunk = kwargs.get("chunk_size", 64)
+    for name, fits, expected, got in (
+        ("allow_neg_eigval", use_beta_sigmoid_in_kernel or not allow_neg_eigval, "use_beta_sigmoid_in_kernel", False),
+        ("head_first", "head_first" not in kwargs, "none: tensors are (1, rows, heads, dim)", "one"),
+        ("chunk_size", chunk in (16, 32, 64), "16, 32 or 64", chunk),
+        ("scale", scale is None or isinstance(scale, numbers.Real) and scale != 0, "None, or a number but 0", scale),
+    ):
+        if not fits:
+            raise cpx.Error(where, name, expected, repr(got))
     if kwargs.get("use_gate_in_kernel"):
-        bias = kwargs.get("dt_bias")
-        g = -kwargs["A_log"].float().exp() * F.softplus(g.float() if bias is None else g.float() + bias)
+        A_log, bias = kwargs.get("A_log"), kwargs.get("dt_bias")
+        tensors(where, g.device, ("dt_bias",), A_log=A_log, dt_bias=bias)
+        for name, x in ("A_log", A_log), ("dt_bias", bias):
+            if x is not None and x.shape != g.shape[1:]:
+                raise cpx.Error(where, f"shape of {name}", f"{tuple(g.shape[1:])}, the value heads", tuple(x.shape))
+        g = -A_log.float().exp() * F.softplus(g.float() if bias is None else g.float() + bias)
     if use_beta_sigmoid_in_kernel:
         beta = beta.sigmoid() * (2 if allow_neg_eigval else 1)
     o = _common.gated_delta_rule(
         q, k, v, g, beta, cp_context.sharding, cp_context.comm, cp_context.carry,
-        qk_l2norm=use_qk_l2norm_in_kernel, scale=scale,
-        chunk=kwargs.get("chunk_size", 64),
+        qk_l2norm=bool(use_qk_l2norm_in_kernel), scale=scale, chunk=chunk if v.is_cpu else 64,
     )
     return o[None], None
 

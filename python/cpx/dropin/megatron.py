@@ -7,9 +7,11 @@ All sections, all sequences and the undoing of zigzag are one exchange, without 
 Sequences may have any length; widths of sections are multiples of the ranks, as the layer's weights want it.
 """
 
+import reprlib
+
 import cpx
 
-from ._common import by_heads, communicator, move, offsets, packed, sharding, zigzag
+from ._common import by_heads, communicator, integer, integers, move, packed, sharding, tensors, zigzag
 
 
 def _between(where, tensor, ranks, sections, cu, balanced):
@@ -17,20 +19,36 @@ def _between(where, tensor, ranks, sections, cu, balanced):
     uneven = [n for n in sections if n % ranks]
     if uneven:
         raise cpx.Error(where, "sections", f"multiples of {ranks} ranks", uneven)
-    if tensor.dim() != 3:
-        raise cpx.Error(where, "shape", "(tokens, batch, features)", tuple(tensor.shape))
     by_features = tuple((n, 1) for n in sections) * tensor.shape[1]
     return sharding(zigzag if balanced else packed, cu, ranks), sharding(by_heads, cu, ranks, by_features)
 
 
-def _comm(cp_group):
+def _comm(where, tensor, cp_group, cp_size=None):
     """Returns the communicator of a group, or None of one rank, as which Megatron takes None, too."""
     comm = None if cp_group is None else communicator(cp_group)
-    return None if comm is None or comm.ranks == 1 else comm
+    ranks = 1 if comm is None else comm.ranks
+    tensors(where, None if ranks == 1 else comm.device, tensor=tensor)
+    if tensor.dim() != 3:
+        raise cpx.Error(where, "shape", "(tokens, batch, features)", tuple(tensor.shape))
+    if cp_size is not None and integer(where, "cp_size", cp_size) != ranks:
+        raise cpx.Error(where, "cp_size", f"{ranks}, as of cp_group", cp_size)
+    return None if ranks == 1 else comm
+
+
+def _sections(where, tensor, split_sections):
+    return (tensor.shape[-1],) if split_sections is None else integers(where, "split_sections", split_sections)
+
+
+def _is_packed(where, packed_seq_params):
+    if packed_seq_params is None:
+        return False
+    if not hasattr(packed_seq_params, "qkv_format"):
+        raise cpx.Error(where, "packed_seq_params", "None, or what has qkv_format", type(packed_seq_params).__name__)
+    return packed_seq_params.qkv_format == "thd"
 
 
 def _is_first(where, seq_dim, head_dim):
-    if seq_dim != 0 or head_dim not in (-1, 2):
+    if integer(where, "seq_dim", seq_dim) != 0 or integer(where, "head_dim", head_dim) not in (-1, 2):
         raise cpx.Error(where, "seq_dim, head_dim", "0, -1", f"{seq_dim}, {head_dim}")
 
 
@@ -53,26 +71,26 @@ def tensor_a2a_cp2hp(
 
     undo_attention_load_balancing: the tokens are zigzag; else they lie one rank's behind another's.
     """
-    comm = _comm(cp_group)
+    where = "tensor_a2a_cp2hp"
+    comm = _comm(where, tensor, cp_group)
     if comm is None:
         return tensor
-    _is_first("tensor_a2a_cp2hp", seq_dim, head_dim)
-    sections = split_sections or (tensor.shape[-1],)
-    cu = (0, tensor.shape[0] * comm.ranks)
-    return _to_features("tensor_a2a_cp2hp", tensor, comm, sections, cu, undo_attention_load_balancing)
+    _is_first(where, seq_dim, head_dim)
+    cu, sections = (0, tensor.shape[0] * comm.ranks), _sections(where, tensor, split_sections)
+    return _to_features(where, tensor, comm, sections, cu, undo_attention_load_balancing)
 
 
 def tensor_a2a_hp2cp(
     tensor, seq_dim, head_dim, cp_group, split_sections=None, redo_attention_load_balancing=True
 ):
     """Exchanges (S, batch, F / W) for (S / W, batch, F): the inverse. split_sections: of a rank's share. Collective."""
-    comm = _comm(cp_group)
+    where = "tensor_a2a_hp2cp"
+    comm = _comm(where, tensor, cp_group)
     if comm is None:
         return tensor
-    _is_first("tensor_a2a_hp2cp", seq_dim, head_dim)
-    sections = [n * comm.ranks for n in split_sections or (tensor.shape[-1],)]
-    cu = (0, tensor.shape[0])
-    return _to_tokens("tensor_a2a_hp2cp", tensor, comm, sections, cu, redo_attention_load_balancing)
+    _is_first(where, seq_dim, head_dim)
+    cu, sections = (0, tensor.shape[0]), [n * comm.ranks for n in _sections(where, tensor, split_sections)]
+    return _to_tokens(where, tensor, comm, sections, cu, redo_attention_load_balancing)
 
 
 def a2a_cp_to_hp(qkvzba, in_proj_split_sections, cp_size, cp_group, cu_seqlens_q, seq_len, packed_seq_params):
@@ -81,20 +99,27 @@ def a2a_cp_to_hp(qkvzba, in_proj_split_sections, cp_size, cp_group, cu_seqlens_q
     qkvzba: (seq_len / W, batch, F), zigzag. Returns (seq_len, batch, F / W) and what `a2a_hp_to_cp` wants: the offsets
     of a packed batch.
     """
-    comm = _comm(cp_group)
-    is_packed = packed_seq_params is not None and packed_seq_params.qkv_format == "thd"
+    where = "a2a_cp_to_hp"
+    comm, is_packed = _comm(where, qkvzba, cp_group, cp_size), _is_packed(where, packed_seq_params)
     if comm is None:
         return qkvzba, None
-    cu = offsets(cu_seqlens_q) if is_packed else (0, seq_len)
+    seq_len = integer(where, "seq_len", seq_len)
+    cu = integers(where, "cu_seqlens_q", cu_seqlens_q) if is_packed else (0, seq_len)
     if cu[-1] != seq_len:
-        raise cpx.Error("a2a_cp_to_hp", "cu_seqlens_q", f"offsets that end at seq_len, {seq_len}", cu[-1])
-    return _to_features("a2a_cp_to_hp", qkvzba, comm, in_proj_split_sections, cu, True), cu if is_packed else None
+        raise cpx.Error(where, "cu_seqlens_q", f"offsets that end at seq_len, {seq_len}", cu[-1])
+    sections = integers(where, "in_proj_split_sections", in_proj_split_sections)
+    return _to_features(where, qkvzba, comm, sections, cu, True), cu if is_packed else None
 
 
 def a2a_hp_to_cp(norm_out, cp_size, cp_group, packed_seq_params, thd_cp_a2a_inv):
     """Exchanges features for tokens: (seq_len, batch, F / W) for (seq_len / W, batch, F), zigzag. Collective."""
-    comm = _comm(cp_group)
+    where = "a2a_hp_to_cp"
+    comm, is_packed = _comm(where, norm_out, cp_group, cp_size), _is_packed(where, packed_seq_params)
     if comm is None:
         return norm_out
-    cu = (0, norm_out.shape[0]) if thd_cp_a2a_inv is None else thd_cp_a2a_inv
-    return _to_tokens("a2a_hp_to_cp", norm_out, comm, (norm_out.shape[-1] * comm.ranks,), cu, True)
+    cu = (0, norm_out.shape[0])
+    if is_packed:  # None, of a packed batch, is none of them
+        cu = integers(where, "thd_cp_a2a_inv", thd_cp_a2a_inv)
+    elif thd_cp_a2a_inv is not None:
+        raise cpx.Error(where, "thd_cp_a2a_inv", "None, as of rows that are not packed", reprlib.repr(thd_cp_a2a_inv))
+    return _to_tokens(where, norm_out, comm, (norm_out.shape[-1] * comm.ranks,), cu, True)

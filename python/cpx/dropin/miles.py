@@ -12,19 +12,21 @@ import torch
 
 import cpx
 
-from ._common import communicator, move, offsets, packed, sharding, zigzag
+from ._common import communicator, integer, integers, move, packed, sharding, tensor_list, tensors, zigzag
 
 
 def _by_length(batch, ranks):
     return cpx.shard(batch, cpx.by_length(cpx.zigzag(ranks), cpx.sequential(ranks), 2 * ranks))
 
 
-def _between(where, cu_seqlens, cp_group, cp_rank, cp_size):
+def _between(where, hidden_states, cu_seqlens, cp_group, cp_rank, cp_size):
     comm = communicator(cp_group)
+    cp_rank, cp_size = integer(where, "cp_rank", cp_rank), integer(where, "cp_size", cp_size)
     if (comm.rank, comm.ranks) != (cp_rank, cp_size):
         expected = f"{comm.rank}, {comm.ranks} of the group"
         raise cpx.Error(where, "cp_rank and cp_size", expected, f"{cp_rank}, {cp_size}")
-    cu = offsets(cu_seqlens)
+    tensors(where, comm.device, hidden_states=hidden_states)
+    cu = integers(where, "cu_seqlens", cu_seqlens)
     return sharding(_by_length, cu, cp_size), sharding(packed, cu, cp_size), comm
 
 
@@ -33,18 +35,28 @@ def zigzag_to_packed_shard(hidden_states, cu_seqlens, cp_group, cp_rank, cp_size
 
     hidden_states: (rows, ...) of this rank; cu_seqlens: global offsets, padding included.
     """
-    source, target, comm = _between("zigzag_to_packed_shard", cu_seqlens, cp_group, cp_rank, cp_size)
+    where = "zigzag_to_packed_shard"
+    source, target, comm = _between(where, hidden_states, cu_seqlens, cp_group, cp_rank, cp_size)
     return move(hidden_states, source, target, comm)
 
 
 def packed_shard_to_zigzag(hidden_states, cu_seqlens, cp_group, cp_rank, cp_size):
     """Moves rows back: the inverse of `zigzag_to_packed_shard`."""
-    source, target, comm = _between("packed_shard_to_zigzag", cu_seqlens, cp_group, cp_rank, cp_size)
+    where = "packed_shard_to_zigzag"
+    source, target, comm = _between(where, hidden_states, cu_seqlens, cp_group, cp_rank, cp_size)
     return move(hidden_states, target, source, comm)
 
 
 def natural_to_zigzag_slice(t, cp_size, cp_rank, dim):
     """Returns the entries of one whole sequence along `dim` that a rank holds zigzag; of any length. Local."""
+    where = "natural_to_zigzag_slice"
+    tensors(where, None, t=t)
+    cp_size, cp_rank = integer(where, "cp_size", cp_size), integer(where, "cp_rank", cp_rank)
+    if not 0 <= cp_rank < cp_size:
+        raise cpx.Error(where, "cp_rank", f"0 to {cp_size - 1}", cp_rank)
+    dim = integer(where, "dim", dim)
+    if not -t.dim() <= dim < t.dim():
+        raise cpx.Error(where, "dim", f"one of t's {t.dim()}", dim)
     own = sharding(zigzag, (0, t.shape[dim]), cp_size).global_rows(cp_rank)
     return t.index_select(dim, torch.from_numpy(own).to(t.device))
 
@@ -52,12 +64,20 @@ def natural_to_zigzag_slice(t, cp_size, cp_rank, dim):
 def reassemble_full_row(gathered, cu, cp_size):
     """Returns a packed row in its own order, of the zigzag rows of all ranks; the inverse of slicing each sequence.
 
-    gathered: a list of (rows, ...), by rank. None, as in miles, if 2 cp_size does not divide some length. Local.
+    gathered: a list of (rows, ...), by rank, of all ranks. None, as in miles, if 2 cp_size does not divide some length.
+    Local.
     """
-    cu = offsets(cu)
+    where = "reassemble_full_row"
+    gathered, cu = tensor_list(where, "gathered", gathered), integers(where, "cu", cu)
+    cp_size = integer(where, "cp_size", cp_size)
+    of = sharding(zigzag, cu, cp_size)
     if any((last - first) % (2 * cp_size) for first, last in zip(cu, cu[1:])):
         return None
+    wanted = [(of.rows(rank), *gathered[0].shape[1:]) for rank in range(cp_size)]
+    found = [tuple(rows.shape) for rows in gathered]
+    if found != wanted:
+        raise cpx.Error(where, "shapes of gathered, by rank", wanted, found)
     whole = gathered[0].new_empty((cu[-1], *gathered[0].shape[1:]))
     for rank, rows in enumerate(gathered):
-        whole[torch.from_numpy(sharding(zigzag, cu, cp_size).global_rows(rank)).to(rows.device)] = rows
+        whole[torch.from_numpy(of.global_rows(rank)).to(rows.device)] = rows
     return whole

@@ -9,11 +9,13 @@
 
 Full attention sees the keys and values of all ranks, by one exchange a layer; linear attention runs on sequential rows,
 or in place on the zigzag ones; everything else in these models is of one token. Within `with`, which also holds the
-backward, the model is this rank's; behind it, it is as it was.
+backward, the model is this rank's, of one `with` at a time: ranks that are threads have a copy each. Behind it, it is
+as it was, and log-probabilities and backward raise cpx.Error: what a checkpoint computes again would be the model's.
 """
 
 import contextlib
 import copy
+import functools
 
 import numpy
 import torch
@@ -24,15 +26,17 @@ from transformers import AttentionInterface, AttentionMaskInterface
 import cpx
 import cpx.torch
 
-from ._common import causal_conv1d, communicator, gated_delta_rule, move, offsets, packed
+from ._common import causal_conv1d, communicator, gated_delta_rule, integers, move, packed, tensors
 
 _where = "context_parallel"
 _pixels = {"image": "pixel_values", "video": "pixel_values_videos"}
+_inputs = {"position_ids", "mm_encoder_outputs", "image_grid_thw", "video_grid_thw", *_pixels.values()}
 
 
 @contextlib.contextmanager
 def _instead(attributes):
-    """Gives modules attributes of their own, {module: {name: value}}, and takes them away again."""
+    """Gives modules attributes, {module: {name: value}}, and then what they had in their place before."""
+    before = {module: {n: module.__dict__[n] for n in of if n in module.__dict__} for module, of in attributes.items()}
     try:
         for module, values in attributes.items():
             module.__dict__.update(values)
@@ -41,6 +45,7 @@ def _instead(attributes):
         for module, values in attributes.items():
             for name in values:
                 module.__dict__.pop(name, None)
+            module.__dict__.update(before[module])
 
 
 class Part:
@@ -50,8 +55,10 @@ class Part:
     another one of their sequence precedes, padding aside: what a mean of log-probabilities is divided by.
     """
 
-    def __init__(self, model, batch, comm, layout, linear, carry):
-        self.carry = carry
+    def __init__(self, model, language, batch, comm, layout, linear, carry):
+        if carry not in ("scan", "serial"):
+            raise cpx.Error(_where, "carry", '"scan" or "serial"', repr(carry))
+        self.carry, self.language = carry, language
         self.model, self.comm, self.batch = model, comm, batch
         rank = comm.rank
         self.sharding = cpx.shard(batch, layout)
@@ -77,18 +84,39 @@ class Part:
     def _tensor(self, array):
         return torch.from_numpy(array).to(self.device)
 
+    def _check_active(self, what):
+        if self.language.__dict__.get("_cpx_part") is not self:
+            raise cpx.Error(_where, what, "within `with`, where the model is this rank's", "behind it")
+
+    def _watch(self, result):
+        """Lets the backward of a result raise cpx.Error behind `with`: what a checkpoint has dropped would be computed
+        by the model as it is then, and no gradient right."""
+        if result.requires_grad:
+            result.register_hook(lambda _: self._check_active("backward"))
+        return result
+
     def log_probs(self, input_ids, **inputs):
         """Returns the log-probability of every local row's next token, 0 at the last of a sequence: (rows,) float32.
 
         input_ids: (rows,) of this rank. inputs: what the model takes beside: pixel_values with image_grid_thw,
         pixel_values_videos with video_grid_thw, or mm_encoder_outputs with the grids, all of the whole batch, in its
         order; each rank runs the tower and uses its own rows of the result. position_ids: (3, rows), if not the
-        model's own. Float64 of a model in float64. Collective.
+        model's own. Float64 of a model in float64. Collective. It and its backward belong within `with`.
         """
+        self._check_active("log_probs")
+        unknown = sorted(inputs.keys() - _inputs)
+        if unknown:
+            raise cpx.Error(_where, "inputs", f"some of {', '.join(sorted(_inputs))}", ", ".join(unknown))
+        tensors(_where, self.device, input_ids=input_ids)
+        if input_ids.dtype not in (torch.int64, torch.int32):
+            raise cpx.Error(_where, "dtype of input_ids", "torch.int64 or torch.int32", input_ids.dtype)
         if tuple(input_ids.shape) != tuple(self.rows.shape):
             raise cpx.Error(_where, "shape of input_ids", tuple(self.rows.shape), tuple(input_ids.shape))
-        whole = move(input_ids[:, None], self.sharding, self.everything, self.comm)[:, 0]  # 8 bytes a token
         positions = inputs.pop("position_ids", None)
+        tensors(_where, self.device, ("position_ids",), position_ids=positions)
+        if positions is not None and tuple(positions.shape) != (3, len(self.rows)):
+            raise cpx.Error(_where, "shape of position_ids", (3, len(self.rows)), tuple(positions.shape))
+        whole = move(input_ids[:, None], self.sharding, self.everything, self.comm)[:, 0]  # 8 bytes a token
         tower, towers = self.model.model, {}
         if hasattr(tower, "get_image_features"):
             if positions is None:
@@ -100,7 +128,7 @@ class Part:
             positions = self._tensor(self.sharding.positions(self.comm.rank)).expand(3, -1)
         with _instead({tower: towers}):
             out = self.model(input_ids=input_ids[None], position_ids=positions[:, None], use_cache=False, **inputs)
-        logits = out.logits.squeeze(0)  # without a copy in the backward
+        logits = self._watch(out.logits).squeeze(0)  # without a copy in the backward
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         following = whole[self.rows[self.known] + 1]
         logp = logits[self.known].log_softmax(-1).gather(1, following[:, None])[:, 0]
@@ -222,6 +250,19 @@ def _linear_attention(part, layer):
     return forward
 
 
+def _watched(part, language):
+    run = language.forward
+
+    @functools.wraps(run)
+    def forward(*args, **kwargs):
+        out = run(*args, **kwargs)
+        if not torch.compiler.is_compiling():  # which computes nothing again by modules
+            part._watch(out[0])
+        return out
+
+    return forward
+
+
 _gated_delta_net = (
     "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "conv1d", "A_log", "dt_bias", "norm", "out_proj"
 )
@@ -232,6 +273,7 @@ def context_parallel(model, cu_seqlens, group, *, layout=None, linear="sequentia
     """Puts a model with its language model's head under context parallelism, for one packed batch. Yields a `Part`.
 
     model: ForCausalLM or ForConditionalGeneration of Qwen3.5, its mixture or Qwen3-VL, the same on every rank.
+    Of a model within another raises cpx.Error: where ranks are threads each takes a copy of the model.
     cu_seqlens: offsets of the batch's sequences, of any lengths, or a cpx.thd. group: a torch.distributed.ProcessGroup
     or cpx.Communicator. layout: by default cpx.zigzag of its ranks. linear: "sequential", linear attention's rows are
     relaid, or "in_place", its states and halos cross zigzag's cuts. carry: "scan", or "serial":
@@ -239,13 +281,15 @@ def context_parallel(model, cu_seqlens, group, *, layout=None, linear="sequentia
     the delta rule is bitwise that of one rank; as of cpx.carry.
     """
     comm = communicator(group)
-    batch = cu_seqlens if isinstance(cu_seqlens, cpx.thd) else cpx.thd(list(offsets(cu_seqlens)))
+    batch = cu_seqlens
+    if not isinstance(batch, cpx.thd):
+        batch = cpx.thd(list(integers(_where, "cu_seqlens", cu_seqlens)))
     layout = cpx.zigzag(comm.ranks) if layout is None else layout
     inner = getattr(model, "model", None)
     language = getattr(inner, "language_model", inner)
     if language is None or not hasattr(model, "lm_head"):
         raise cpx.Error(_where, "model", "one for causal or conditional generation", type(model).__name__)
-    part = Part(model, batch, comm, layout, linear, carry)
+    part = Part(model, language, batch, comm, layout, linear, carry)
     attributes = {}
     for module in language.modules():
         name = type(module).__name__
@@ -260,11 +304,17 @@ def context_parallel(model, cu_seqlens, group, *, layout=None, linear="sequentia
     if not attributes:
         expected = "one with attention of transformers' Qwen3.5 or Qwen3-VL"
         raise cpx.Error(_where, "model", expected, type(model).__name__)
-    config = language.config
-    before = config._attn_implementation
+    attributes[language] = {"forward": _watched(part, language)}
+    own = copy.copy(language.config)  # models may share one
+    own._attn_implementation = "cpx"
+    for values in attributes.values():
+        values["config"] = own
+    holds = language.__dict__.setdefault("_cpx_part", part)  # of threads, too, one alone sets it
+    if holds is not part:
+        expected = "one of no other context; each rank that is a thread takes a copy of the model"
+        raise cpx.Error(_where, "model", expected, f"one within that of rank {holds.comm.rank} of {holds.comm.ranks}")
     try:
-        config._attn_implementation = "cpx"
         with _instead(attributes):
             yield part
     finally:
-        config._attn_implementation = before
+        del language.__dict__["_cpx_part"]

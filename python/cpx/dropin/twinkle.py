@@ -10,23 +10,30 @@ import torch
 
 import cpx
 
-from ._common import by_heads, communicator, move, packed, sharding
+from ._common import by_heads, communicator, integer, move, packed, sharding, tensor_list
 
 
 def _comm(where, sequence_parallel):
     """Returns the communicator, or None of one rank."""
-    if getattr(sequence_parallel, "sp_world_size", 1) <= 1:
+    ranks = integer(where, "sp_world_size", getattr(sequence_parallel, "sp_world_size", 1))
+    if ranks <= 1:
         return None
-    if int(getattr(sequence_parallel, "rp_world_size", 1) or 1) > 1:
+    if integer(where, "rp_world_size", getattr(sequence_parallel, "rp_world_size", 1) or 1) > 1:
         raise cpx.Error(where, "rp_world_size", "1: tokens sequential over the ranks", sequence_parallel.rp_world_size)
-    return communicator(sequence_parallel._sp_group)
+    comm = communicator(getattr(sequence_parallel, "_sp_group", None))
+    if comm.ranks != ranks:
+        raise cpx.Error(where, "sp_world_size", f"{comm.ranks}, as of the group", ranks)
+    return comm
 
 
 def _move(where, tensors, comm, to_heads):
+    tensors = tensor_list(where, "tensors", tensors, comm.device)
     for x in tensors:
         if x.dim() != 4 or to_heads and x.shape[2] % comm.ranks:
             expected = f"(batch, tokens, heads, dim), heads a multiple of {comm.ranks}"
             raise cpx.Error(where, "shape", expected, tuple(x.shape))
+        if x.shape[:2] != tensors[0].shape[:2]:
+            raise cpx.Error(where, "batch and tokens", tuple(tensors[0].shape[:2]), tuple(x.shape[:2]))
     count, tokens = tensors[0].shape[:2]
     shares, all_tokens = (1, tokens * comm.ranks) if to_heads else (comm.ranks, tokens)
     sections = tuple((x.shape[2] * shares, count * x.shape[3]) for x in tensors)  # a head's elements of all rows
@@ -42,7 +49,7 @@ def _move(where, tensors, comm, to_heads):
 def seq_to_head_shards(tensors, sequence_parallel):
     """Exchanges tokens for heads of several tensors of one dtype, (batch, S / W, heads, dim) each, at once."""
     comm = _comm("seq_to_head_shards", sequence_parallel)
-    return list(tensors) if comm is None else _move("seq_to_head_shards", list(tensors), comm, True)
+    return list(tensors) if comm is None else _move("seq_to_head_shards", tensors, comm, True)
 
 
 def seq_to_head_shard(tensor, sequence_parallel):

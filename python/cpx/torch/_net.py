@@ -14,7 +14,7 @@ from cpx._error import Error, require
 
 from ._group import device_extension
 from ._objects import AnyCommunicator, Carry, Halo, Relayout, taken_comm
-from ._operator import backward_operator, check, contiguous_like, operator, sums
+from ._operator import autocast, backward_operator, check, contiguous_like, operator, sums
 from ._ops import causal_conv1d, exchange, gated_delta_rule
 
 _where = "gated_delta_net"
@@ -69,6 +69,7 @@ def gated_rms_norm(x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: 
     rank's share. Keeps its inputs alone for the backward. No communication.
     """
     where = "gated_rms_norm"
+    x, z, weight = autocast(x, z, weight)
     recorded = check(where, getattr(x, "device", None), x=x, z=z, weight=weight)
     require(x.dim() > 0, where, "x", "an array of rows", "a number")
     require(x.shape == z.shape, where, "shape of z", tuple(x.shape), tuple(z.shape))
@@ -193,7 +194,7 @@ def gated_delta_net(
     x: (rows, hidden) of the plan's sharding. plan: of `gated_delta_net_plan`. weights: whole on every rank, by the
     names `cpx.gated_delta_net.parameters` and shaped as in the checkpoint: projections (out, in), conv (q + k + v
     channels, kernel) or (channels, 1, kernel), A_log, dt_bias (value heads), norm (value_dim); those two are of any
-    floating dtype, others of that of x. Returns y as x.
+    floating dtype, others of that of x, or, under torch.autocast, of any: it casts x and weights. Returns y as x.
     The gradients of weights are this rank's share, as of any other layer. On devices gates, states and what is added up
     are float32. Products are torch's: linear(x, weight) computes them. By "serial" on cuts at multiples of the chunk,
     and by "heads", y and the gradient of x are bitwise those of one rank where a row of a product is a function of its
@@ -206,6 +207,8 @@ def gated_delta_net(
     require(not missing, _where, "weights", ", ".join(_names), f"none of {', '.join(missing)}")
     w = {name: weights[name] for name in _names}
     gates = {name: w.pop(name) for name in (_A_log, _dt_bias)}
+    x, *cast = autocast(x, *w.values())
+    w = dict(zip(w, cast))
     check(_where, comm.device, x=x, **w)
     for name, gate in gates.items():
         check(_where, comm.device, **{name: gate})

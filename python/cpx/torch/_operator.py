@@ -20,7 +20,7 @@ _operators = getattr(registry, "Library")("cpx", "DEF")
 _below_autograd = torch._C._AutoDispatchBelowAutograd
 _modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
 _transform, _traced = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
-_profiled = torch._C._autograd._profiler_enabled
+_profiled, _any_autocast = torch._C._autograd._profiler_enabled, torch._C._is_any_autocast_enabled
 _plain = {torch.Tensor, torch.nn.Parameter}
 _optional = "bias", "beta", "initial"  # of the arguments of operators that are tensors, those that may be None
 _described = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")  # torch 2.10 and later: without a look at gradients
@@ -75,12 +75,7 @@ def check(where, device, _sums=(), **tensors):
     for name, x in tensors.items():
         if x is None and name in _optional:
             continue
-        if not isinstance(x, torch.Tensor):
-            raise Error(where, name, "a torch.Tensor", type(x).__name__)
-        if x.layout is not torch.strided:
-            raise Error(where, f"layout of {name}", "torch.strided", str(x.layout))
-        if x.device != device:
-            raise Error(where, f"device of {name}", f"{device}, as of the call", str(x.device))
+        check_tensor(where, device, name, x)
         if first is None:
             first = x.dtype
         elif name in _sums and not x.is_cpu:
@@ -88,6 +83,31 @@ def check(where, device, _sums=(), **tensors):
         elif x.dtype is not first:
             raise Error(where, f"dtype of {name}", f"{first}, as of the others", str(x.dtype))
     return None
+
+
+def check_tensor(where, device, name, x):
+    """Raises cpx.Error unless x is a tensor on that device."""
+    if not isinstance(x, torch.Tensor):
+        raise Error(where, name, "a torch.Tensor", type(x).__name__)
+    if x.layout is not torch.strided:
+        raise Error(where, f"layout of {name}", "torch.strided", str(x.layout))
+    if x.device != device:
+        raise Error(where, f"device of {name}", f"{device}, as of the call", str(x.device))
+
+
+def autocast(x, *weights):
+    """Returns x and weights as an operator takes them under torch.autocast, whose rule for convolutions this is: in its
+    dtype, but for float64; on the host, where operators compute in 32 bits or more, in float32."""
+    if not _any_autocast():  # as in most calls, of which this is the cheapest question
+        return x, *weights
+    device = x.device.type if isinstance(x, torch.Tensor) else None
+    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
+        return x, *weights
+    kind = torch.float32 if device == "cpu" else torch.get_autocast_dtype(device)
+    return tuple(
+        t.to(kind) if isinstance(t, torch.Tensor) and t.is_floating_point() and t.dtype is not torch.float64 else t
+        for t in (x, *weights)
+    )
 
 
 def keep(ctx, where, plan, comm):

@@ -16,7 +16,7 @@ from cpx._error import Error, require
 
 from ._objects import AnyCommunicator, Carry, Halo, Relayout, held, taken_comm, taken_plan
 from ._operator import (
-    backward_operator, check, contiguous_like, keep, moved, operator, sums, wants_gradient
+    autocast, backward_operator, check, contiguous_like, keep, moved, operator, sums, wants_gradient
 )
 from ._window import empty
 
@@ -221,6 +221,7 @@ def causal_conv1d(
     comm, plan = taken_comm(where, comm), taken_plan(where, plan, Halo)
     if order not in ("by_rank", "by_row"):  # which the backward alone would find out
         raise Error(where, "order", '"by_rank", "by_row"', repr(order))
+    x, weight, bias = autocast(x, weight, bias)
     recorded = check(where, comm.device, x=x, weight=weight, bias=bias)
     return _conv_op(recorded, x, weight, bias, activation, order, plan.handle, comm.handle)
 
