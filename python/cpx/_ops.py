@@ -181,7 +181,7 @@ def _recur(name, plan, inputs, comm: Communicator, heads, chunk, norm, scale, in
     heads = _heads(name, plan, q, v, heads)
     o = _result(v, bare(name, "out", out, *place), _shape(name, "v", v))
     starts, maps = saved if saved is not None else (None, None)
-    _ext.recur(name, plan, inputs, o, tuple(heads), (chunk, norm, scale or 0.0), comm, initial, final, starts, maps)
+    _ext.recur(name, plan, inputs, o, tuple(heads), (chunk, norm, scale), comm, initial, final, starts, maps)
     return labelled(given, finish(v, o), *place)
 
 
@@ -196,7 +196,7 @@ def _recur_backward(
     heads = _heads(where, plan, inputs[0], inputs[2], heads)
     given = [bare(where, "a gradient", d, *place) for d in gradients or (None,) * len(inputs)]
     made = [_result(x, d, _shape(where, of, x)) for of, x, d in zip(_input_names, inputs, given)]
-    parameters = (chunk, norm, scale or 0.0)
+    parameters = (chunk, norm, scale)
     _ext.recur_backward(
         name, plan, inputs, do, made, tuple(heads), parameters, comm, saved[0], saved[1], dfinal, dinitial
     )

@@ -316,13 +316,13 @@ def _make_recurrence(name):
 
     back = backward_operator(
         f"{name}_backward(Tensor q, Tensor k, Tensor v, Tensor g, Tensor? beta, Tensor do, Tensor? dfinal, "
-        "Tensor saved, bool dinitial, SymInt chunk, bool qk_l2norm, float scale, SymInt[] heads, SymInt[] sizes, "
+        "Tensor saved, bool dinitial, SymInt chunk, bool qk_l2norm, float? scale, SymInt[] heads, SymInt[] sizes, "
         "SymInt plan, SymInt comm) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
         run_back, fake_back, back_alone,
     )
 
     def save_inputs(ctx, args, made):
-        q, k, v, g, beta, initial, save, _, *ctx.options, plan, comm = args
+        q, k, v, g, beta, initial, save, ctx.final, *ctx.options, plan, comm = args
         keep(ctx, name, plan, comm)
         require(save, name, "save", "True where a gradient is wanted", save)
         ctx.dinitial = initial is not None and initial.requires_grad
@@ -334,6 +334,8 @@ def _make_recurrence(name):
         q, k, v, g, beta, saved = ctx.saved_tensors
         if do is None:
             do = torch.zeros_like(v)
+        if dfinal is None and ctx.final:  # as of every rank: they compare whether there is one
+            dfinal = v.new_zeros(_state_sizes(name, *ctx.options[-2:])[0], dtype=sums(v))
         dq, dk, dv, dg, dbeta, dinitial = back(
             q, k, v, g, beta, do, dfinal, saved, ctx.dinitial, *ctx.options, ctx.plan, ctx.comm
         )
@@ -344,7 +346,7 @@ def _make_recurrence(name):
 
     _recurrences[name] = operator(
         f"{name}(Tensor q, Tensor k, Tensor v, Tensor g, Tensor? beta, Tensor? initial, bool save, bool final, "
-        "SymInt chunk, bool qk_l2norm, float scale, SymInt[] heads, SymInt[] sizes, SymInt plan, SymInt comm) "
+        "SymInt chunk, bool qk_l2norm, float? scale, SymInt[] heads, SymInt[] sizes, SymInt plan, SymInt comm) "
         "-> (Tensor, Tensor, Tensor)",
         run, fake, save_inputs, gradient, alone, 2,
     )
@@ -377,7 +379,7 @@ def _recur(name, q, k, v, g, beta, plan, comm, chunk, qk_l2norm, scale, initial,
     save = wants_gradient((q, k, v, g, beta, initial)) if recorded is None else recorded
     kept = _kept(name, q, plan, comm, heads, value_heads) if save else 0
     made = _recurrences[name](
-        recorded, q, k, v, g, beta, initial, save, final, chunk, qk_l2norm, scale or 0.0, heads,
+        recorded, q, k, v, g, beta, initial, save, final, chunk, qk_l2norm, scale, heads,
         [plan.segments, plan.maps, plan.sequences, value_heads, kept], plan.handle, comm.handle
     )
     return made[:2] if final else made[0]
