@@ -5,6 +5,7 @@ import collections.abc
 import functools
 import inspect
 import numbers
+import operator
 import os
 import re
 import sys
@@ -150,8 +151,16 @@ def _fits(value, hint) -> bool:
     if hint is float:
         return isinstance(value, numbers.Real)
     if hint is int:
-        return hasattr(value, "__index__")
+        return _is_integer(value)
     return not isinstance(hint, type) or isinstance(value, hint)
+
+
+def _is_integer(value) -> bool:
+    try:
+        operator.index(value)
+    except Exception:  # of a tensor, what torch raises
+        return False
+    return True
 
 
 def _text(hint) -> str:

@@ -944,6 +944,7 @@ def wrong_calls(comm):
         lambda: ct.ExpertExchange(torch.zeros(10, 1, dtype=torch.int64), "2", range(10), comm)
     )
     yield "ExpertExchange.to_experts: width: expected int or None, got Relayout", lambda: at.to_experts(x, relayout)
+    yield "ExpertExchange.to_experts: width: expected int or None, got Tensor", lambda: at.to_experts(x, x)
     for dtype, fill, wanted in (
         (torch.int32, 2**40, "an integer of 32 bits"), (torch.int64, 0.5, "an integer of 64 bits"),
         (torch.int64, math.inf, "an integer of 64 bits"), (torch.float32, "a", "a number, got str"),
