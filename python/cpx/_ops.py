@@ -75,7 +75,8 @@ def sum_over_ranks(values: Array, comm: Communicator) -> Array:
 
 def causal_conv1d(
     plan: Halo, x: Array, weight: AnyArray, comm: Communicator, bias: AnyArray | None = None,
-    activation: str | None = None, *, initial: AnyArray | None = None, final: AnyArray | None = None, out: Array | None = None
+    activation: str | None = None, *, initial: AnyArray | None = None, final: AnyArray | None = None,
+    out: Array | None = None
 ) -> Array:
     """Causal depthwise convolution: y_t = activation(bias + sum_j weight_j x_{t-K+1+j}), zeros before a sequence.
 
