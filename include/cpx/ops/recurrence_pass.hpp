@@ -23,8 +23,8 @@ struct recurrence_saved {
 ///
 /// x: in the order of `inputs()`; o: (rows, heads * values). States: (sequences, heads * keys * values), or empty rows
 /// for none. `initial`, on all ranks or on none, is read on the rank where a sequence begins; `final` is written on the
-/// rank where it ends (rank 0 if it has no tokens) and elsewhere left alone; they may be the same. `saved`, unless null,
-/// takes what the backward needs.
+/// rank where it ends (rank 0 if it has no tokens) and elsewhere left alone; they may be the same. `saved`, unless
+/// null, takes what the backward needs.
 template <class T, any_sharding S, std::size_t N>
 struct recurrence_tensors {
     using state = T;
