@@ -16,7 +16,7 @@ def program(comm):                               # the ranks are threads of this
 cpx.run(4, program)
 """
 
-from ._error import Error, told as _told
+from ._error import Error, tell as _tell
 from ._ext import (
     Carry,
     Communicator,
@@ -200,6 +200,4 @@ __all__ = [
     "zigzag",
 ]
 
-for _name in __all__:
-    if type(globals()[_name]).__name__ == "nb_func":
-        globals()[_name] = _told(globals()[_name])
+_tell(globals(), (ExpertExchange, Movement, Sharded, gated_delta_net))

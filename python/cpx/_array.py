@@ -1,9 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory for results: in the framework of the caller's arrays."""
 
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
 import numpy as np
 
 from ._error import require
+
+
+@runtime_checkable
+class AnyArray(Protocol):
+    """An array of NumPy, torch, JAX, CuPy or whatever speaks DLPack, or `Sharded`."""
+
+    @property
+    def shape(self) -> Any: ...
+
+
+Array = TypeVar("Array", bound=AnyArray)  # whatever a result is like
+Weight = TypeVar("Weight", bound=AnyArray)  # the same of another argument
 
 
 def empty_like(x, shape, dtype=None, zeros=False):

@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a rank does alone: each operator sees one row at a time, and has its backward beside it."""
 
+from collections.abc import Iterable, Sequence
+from typing import Any
+
 import numpy as np
 
 from . import _ext
-from ._array import empty_like, finish, result, shape_of
+from ._array import AnyArray, Array, Weight, empty_like, finish, result, shape_of
 from ._error import require
+from ._ext import Positions
 
 
-def rotary_frequencies(theta, rotary_dim, dtype=np.float32):
+def rotary_frequencies(theta: float, rotary_dim: int, dtype: Any = np.float32) -> np.ndarray[Any, Any]:
     """Returns theta^(-2 i / rotary_dim) for i < rotary_dim / 2: of float32, or of float64 for elements of float64."""
     require(rotary_dim >= 0 and rotary_dim % 2 == 0, "rotary_frequencies", "rotary_dim", "an even number", rotary_dim)
     out = np.empty(rotary_dim // 2, dtype)
@@ -25,7 +29,10 @@ def _rotary(x, positions, head_dim, frequencies, axes, rounding, back, out):
     return finish(x, y)
 
 
-def rotary(x, positions, head_dim, frequencies, axes=None, rounding="fp32_inside", out=None):
+def rotary(
+    x: Array, positions: AnyArray | Positions, head_dim: int, frequencies: AnyArray, axes: Sequence[int] | None = None,
+    rounding: str = "fp32_inside", out: Array | None = None
+) -> Array:
     """Rotates channel i of every head with channel i + D by the angle positions * frequencies[i], D frequencies.
 
     x: (rows, heads * head_dim) or (rows, heads, head_dim); out may be x. positions: (rows,) int64, such as
@@ -37,19 +44,24 @@ def rotary(x, positions, head_dim, frequencies, axes=None, rounding="fp32_inside
     return _rotary(x, positions, head_dim, frequencies, axes, rounding, False, out)
 
 
-def rotary_backward(dy, positions, head_dim, frequencies, axes=None, rounding="fp32_inside", out=None):
+def rotary_backward(
+    dy: Array, positions: AnyArray | Positions, head_dim: int, frequencies: AnyArray, axes: Sequence[int] | None = None,
+    rounding: str = "fp32_inside", out: Array | None = None
+) -> Array:
     """Returns dx: rotates back. Arguments as of `rotary`; out may be dy."""
     return _rotary(dy, positions, head_dim, frequencies, axes, rounding, True, out)
 
 
-def linear(x, weight, out=None):
+def linear(x: Array, weight: AnyArray, out: Array | None = None) -> Array:
     """Returns x W^T. x: (rows, in), weight: (out, in). float32, float64. An element is a function of its row alone."""
     y = result(x, out, (shape_of("linear", "x", x)[0], shape_of("linear", "weight", weight)[0]))
     _ext.linear(x, weight, y)
     return finish(x, y)
 
 
-def linear_backward(x, weight, dy, dx=None, dweight=None):
+def linear_backward(
+    x: Array, weight: Weight, dy: AnyArray, dx: Array | None = None, dweight: Weight | None = None
+) -> tuple[Array, Weight]:
     """Returns (dx, dweight) of `linear`. A dweight that is given is added to."""
     to_x = result(x, dx, shape_of("linear_backward", "x", x))
     to_weight = result(weight, dweight, shape_of("linear_backward", "weight", weight), zeros=True)
@@ -57,7 +69,9 @@ def linear_backward(x, weight, dy, dx=None, dweight=None):
     return finish(x, to_x), finish(weight, to_weight)
 
 
-def rms_norm(x, weight, eps=1e-6, gain_offset=0.0, out=None):
+def rms_norm(
+    x: Array, weight: AnyArray, eps: float = 1e-6, gain_offset: float = 0.0, out: Array | None = None
+) -> Array:
     """Returns x / sqrt(mean x^2 + eps) * (gain_offset + weight) of heads as wide as the weight; out may be x.
 
     gain_offset: 1 for Qwen3.5's zero-centred norms. float32, float64.
@@ -67,7 +81,10 @@ def rms_norm(x, weight, eps=1e-6, gain_offset=0.0, out=None):
     return finish(x, y)
 
 
-def rms_norm_backward(x, weight, dy, eps=1e-6, gain_offset=0.0, dx=None, dweight=None):
+def rms_norm_backward(
+    x: Array, weight: Weight, dy: AnyArray, eps: float = 1e-6, gain_offset: float = 0.0, dx: Array | None = None,
+    dweight: Weight | None = None
+) -> tuple[Array, Weight]:
     """Returns (dx, dweight) of `rms_norm`. A dweight that is given is added to."""
     to_x = result(x, dx, shape_of("rms_norm_backward", "x", x))
     to_weight = result(weight, dweight, shape_of("rms_norm_backward", "weight", weight), zeros=True)
@@ -75,14 +92,17 @@ def rms_norm_backward(x, weight, dy, eps=1e-6, gain_offset=0.0, dx=None, dweight
     return finish(x, to_x), finish(weight, to_weight)
 
 
-def gated_rms_norm(x, z, weight, eps=1e-6, out=None):
+def gated_rms_norm(x: Array, z: AnyArray, weight: AnyArray, eps: float = 1e-6, out: Array | None = None) -> Array:
     """Returns x / sqrt(mean x^2 + eps) * weight * silu(z), the norm of a gated delta net's output."""
     y = result(x, out, shape_of("gated_rms_norm", "x", x))
     _ext.rms_norm(x, z, weight, eps, 0.0, y)
     return finish(x, y)
 
 
-def gated_rms_norm_backward(x, z, weight, dy, eps=1e-6, dx=None, dz=None, dweight=None):
+def gated_rms_norm_backward(
+    x: Array, z: Array, weight: Weight, dy: AnyArray, eps: float = 1e-6, dx: Array | None = None,
+    dz: Array | None = None, dweight: Weight | None = None
+) -> tuple[Array, Array, Weight]:
     """Returns (dx, dz, dweight) of `gated_rms_norm`. A dweight that is given is added to."""
     where = "gated_rms_norm_backward"
     to_x, to_z = result(x, dx, shape_of(where, "x", x)), result(z, dz, shape_of(where, "z", z))
@@ -91,7 +111,7 @@ def gated_rms_norm_backward(x, z, weight, dy, eps=1e-6, dx=None, dz=None, dweigh
     return finish(x, to_x), finish(z, to_z), finish(weight, to_weight)
 
 
-def log_probabilities(logits, labels, out=None):
+def log_probabilities(logits: Array, labels: AnyArray, out: Array | None = None) -> Array:
     """Returns log softmax(logits)[label] of every row, and 0 where the label is cpx.ignored: (rows,).
 
     logits: (rows, vocabulary) of float32 or float64; labels: (rows,) int64.
@@ -101,14 +121,14 @@ def log_probabilities(logits, labels, out=None):
     return finish(logits, y)
 
 
-def log_probabilities_backward(logits, labels, dlogp, out=None):
-    """Returns dlogits of `log_probabilities`; out may be logits."""
+def log_probabilities_backward(logits: Array, labels: AnyArray, dlogp: AnyArray, out: Array | None = None) -> Array:
+    """Returns dlogits of `log_probabilities`: (rows, vocabulary), of dlogp: (rows,); out may be logits."""
     y = result(logits, out, shape_of("log_probabilities_backward", "logits", logits))
     _ext.log_probabilities_backward(logits, labels, dlogp, y)
     return finish(logits, y)
 
 
-def choose_experts(logits, choices):
+def choose_experts(logits: Array, choices: int) -> tuple[np.ndarray[Any, Any], Array]:
     """Chooses the largest probabilities of every row and divides them by their sum: (chosen, weights).
 
     logits: (rows, experts) of float32 or float64; both results are (rows, choices), chosen of int64.
@@ -120,21 +140,26 @@ def choose_experts(logits, choices):
     return chosen, finish(logits, weights)
 
 
-def weigh_experts(logits, chosen, out=None):
+def weigh_experts(logits: Array, chosen: AnyArray, out: Array | None = None) -> Array:
     """Returns the weights of choices that were made before: (rows, choices)."""
     weights = result(logits, out, shape_of("weigh_experts", "chosen", chosen))
     _ext.choose_experts(logits, chosen, weights, True)
     return finish(logits, weights)
 
 
-def choose_experts_backward(logits, chosen, weights, dweights, out=None):
-    """Returns dlogits of `choose_experts` and `weigh_experts`: 0 for experts that were not chosen."""
+def choose_experts_backward(
+    logits: Array, chosen: AnyArray, weights: AnyArray, dweights: AnyArray, out: Array | None = None
+) -> Array:
+    """Returns dlogits of `choose_experts` and `weigh_experts`: (rows, experts), 0 for experts that were not chosen.
+
+    chosen, weights: what these took or returned; dweights: the gradient of weights; all (rows, choices).
+    """
     dlogits = result(logits, out, shape_of("choose_experts_backward", "logits", logits))
     _ext.choose_experts_backward(chosen, weights, dweights, dlogits)
     return finish(logits, dlogits)
 
 
-def expert_linear(begins, x, weight, out=None):
+def expert_linear(begins: Iterable[int] | AnyArray, x: Array, weight: AnyArray, out: Array | None = None) -> Array:
     """Returns W_e x for the rows of every expert. weight: (experts, out, in); begins: of `ExpertExchange`."""
     rows, shape = shape_of("expert_linear", "x", x)[0], shape_of("expert_linear", "weight", weight)
     require(len(shape) == 3, "expert_linear", "shape of weight", "(experts, out, in)", shape)
@@ -143,7 +168,10 @@ def expert_linear(begins, x, weight, out=None):
     return finish(x, y)
 
 
-def expert_linear_backward(begins, x, weight, dy, dx=None, dweight=None):
+def expert_linear_backward(
+    begins: Iterable[int] | AnyArray, x: Array, weight: Weight, dy: AnyArray, dx: Array | None = None,
+    dweight: Weight | None = None
+) -> tuple[Array, Weight]:
     """Returns (dx, dweight) of `expert_linear`. A dweight that is given is added to."""
     where = "expert_linear_backward"
     shape = shape_of(where, "weight", weight)
@@ -155,14 +183,14 @@ def expert_linear_backward(begins, x, weight, dy, dx=None, dweight=None):
     return finish(x, to_x), finish(weight, to_weight)
 
 
-def pack(packing, buffer, out=None):
+def pack(packing: _ext.packing, buffer: Array, out: Array | None = None) -> Array:
     """Returns the rows of a batch out of a padded buffer, without the padding: (packing.batch.tokens, ...)."""
     packed = result(buffer, out, (packing.batch.tokens, *shape_of("pack", "buffer", buffer)[1:]))
     _ext.pack(packing, buffer, packed)
     return finish(buffer, packed)
 
 
-def unpack(packing, packed, out=None):
+def unpack(packing: _ext.packing, packed: Array, out: Array | None = None) -> Array:
     """Returns the padded buffer of the rows of a batch, zeros in the padding: inverse and transpose of `pack`."""
     buffer = result(packed, out, (packing.buffer_rows, *shape_of("unpack", "packed", packed)[1:]))
     _ext.unpack(packing, packed, buffer)

@@ -6,11 +6,12 @@ them. An array is rows in its first dimension; all others make up a row, whose e
 """
 
 import math
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from . import _ext
 from ._ext import Carry, Communicator, Halo, Relayout, Sharding
-from ._array import empty_like, finish, result as _result, shape_of as _shape
+from ._array import AnyArray, Array, Weight, empty_like, finish, result as _result, shape_of as _shape
 from ._error import Error, require
 from ._sharded import bare, labelled
 
@@ -27,7 +28,7 @@ def _require_comm(where, comm):
         raise Error(where, "comm", "what cpx.run hands to a rank, or cpx.threads returns", name)
 
 
-def exchange(plan: Relayout, x, comm: Communicator, out=None):
+def exchange(plan: Relayout, x: Array, comm: Communicator, out: Array | None = None) -> Array:
     """Runs a plan of `relayout`: moves this rank's rows of x to where they belong on all ranks. Collective.
 
     x: (plan.source_rows, ...), of any dtype that is moved, or added where the plan sums: bfloat16 and float16 too.
@@ -46,10 +47,12 @@ def exchange(plan: Relayout, x, comm: Communicator, out=None):
     return labelled(x, finish(rows, y), plan.target, plan.rank)
 
 
-def shift_rows(plan: Halo, x, comm: Communicator, fill=0, out=None):
+def shift_rows(plan: Halo, x: Array, comm: Communicator, fill: float = 0, out: Array | None = None) -> Array:
     """Returns for every token the row of the token plan.reach behind it ("after") or before it ("before"). Collective.
 
-    plan: of `halo`. `fill` where either is no valid token of the sequence. The backward is the same by the other side.
+    plan: of `halo`. x: (rows, ...) of its sharding; float32, float64, bfloat16, float16, int64 or int32. fill: the same
+    on all ranks, where either is no valid token of the sequence; an integer comes exactly, and cpx.Error is raised of
+    what the dtype does not hold. Returns y as x. The backward is the same by the other side.
     """
     _require_plan("shift_rows", plan, Halo)
     _require_comm("shift_rows", comm)
@@ -60,7 +63,7 @@ def shift_rows(plan: Halo, x, comm: Communicator, fill=0, out=None):
     return labelled(x, finish(rows, y), *place)
 
 
-def sum_over_ranks(values, comm: Communicator):
+def sum_over_ranks(values: Array, comm: Communicator) -> Array:
     """Replaces values, an array of any shape, on every rank by their sums over all ranks, added in rank order.
 
     Collective. Each rank sends 2 (W - 1) / W times the values. Returns values.
@@ -71,14 +74,17 @@ def sum_over_ranks(values, comm: Communicator):
 
 
 def causal_conv1d(
-    plan: Halo, x, weight, comm: Communicator, bias=None, activation=None, *, initial=None, final=None, out=None
-):
+    plan: Halo, x: Array, weight: AnyArray, comm: Communicator, bias: AnyArray | None = None,
+    activation: str | None = None, *, initial: AnyArray | None = None, final: AnyArray | None = None,
+    out: Array | None = None
+) -> Array:
     """Causal depthwise convolution: y_t = activation(bias + sum_j weight_j x_{t-K+1+j}), zeros before a sequence.
 
     plan: halo(sharding, rank, K - 1). x: (rows, channels) of its sharding; weight: (channels, K); bias: (channels);
     activation: None or "silu". float32 or float64. Bitwise the same on every sharding. Collective.
-    initial, final: (sequences, K * channels), the newest K rows before and behind the batch, for decoding; `final` is
-    written on the rank where a sequence ends; they may be one array.
+    initial, final: (sequences, K * channels), the newest K rows before and behind the batch, for decoding; `initial` is
+    read on every rank that holds one of the first K - 1 tokens of a sequence, `final` is written on the rank where it
+    ends; they may be one array.
     """
     _require_plan("causal_conv1d", plan, Halo)
     _require_comm("causal_conv1d", comm)
@@ -90,20 +96,10 @@ def causal_conv1d(
 
 
 def causal_conv1d_backward(
-    before: Halo,
-    after: Halo,
-    x,
-    weight,
-    dy,
-    comm: Communicator,
-    bias=None,
-    activation=None,
-    *,
-    order="by_rank",
-    dx=None,
-    dweight=None,
-    dbias=None,
-):
+    before: Halo, after: Halo, x: Array, weight: Weight, dy: AnyArray, comm: Communicator, bias: Weight | None = None,
+    activation: str | None = None, *, order: str = "by_rank", dx: Array | None = None, dweight: Weight | None = None,
+    dbias: Weight | None = None
+) -> tuple[Array, Weight, Weight | None]:
     """The gradients of `causal_conv1d` of sequences that began with it: (dx, dweight, dbias). Collective.
 
     before: the plan of the forward; after: halo(sharding, rank, K - 1, "after"). dweight and dbias are this rank's
@@ -135,8 +131,8 @@ class Heads(NamedTuple):
 class Saved(NamedTuple):
     """What the backward of a recurrence needs of its forward: the state before every segment, and the scan's maps."""
 
-    starts: object
-    maps: object
+    starts: Any
+    maps: Any
 
 
 _input_names = "q", "k", "v", "g", "beta"
@@ -158,8 +154,13 @@ def _heads(where, plan: Carry, q, v, heads) -> Heads:
     return Heads(a[1], b[1], a[2], b[2])
 
 
-def saved_states(plan: Carry, like, heads, recurrence="gated_delta_rule") -> Saved:
-    """Returns memory for what the backward of a recurrence needs, in the framework, dtype and device of `like`."""
+def saved_states(plan: Carry, like: AnyArray, heads: Sequence[int], recurrence: str = "gated_delta_rule") -> Saved:
+    """Returns memory for what the backward of a recurrence needs, in the framework, dtype and device of `like`.
+
+    heads: Heads(...) of all ranks. starts: (plan.segments, value heads * key_dim * value_dim) of the heads that the
+    rank holds; maps: (plan.maps, value heads * width), by scan, else (0, value heads * width), where width is key_dim^2
+    of the delta rules, key_dim of a decay a channel, 1 of a decay a head.
+    """
     require(recurrence in _map_width, "saved_states", "recurrence", ", ".join(_map_width), recurrence)
     heads = Heads(*heads)
     first, last = plan.sharding.heads(plan.rank, heads.value_heads)
@@ -181,7 +182,7 @@ def _recur(name, plan, inputs, comm: Communicator, heads, chunk, norm, scale, in
     heads = _heads(name, plan, q, v, heads)
     o = _result(v, bare(name, "out", out, *place), _shape(name, "v", v))
     starts, maps = saved if saved is not None else (None, None)
-    _ext.recur(name, plan, inputs, o, tuple(heads), (chunk, norm, scale or 0.0), comm, initial, final, starts, maps)
+    _ext.recur(name, plan, inputs, o, tuple(heads), (chunk, norm, scale), comm, initial, final, starts, maps)
     return labelled(given, finish(v, o), *place)
 
 
@@ -196,7 +197,7 @@ def _recur_backward(
     heads = _heads(where, plan, inputs[0], inputs[2], heads)
     given = [bare(where, "a gradient", d, *place) for d in gradients or (None,) * len(inputs)]
     made = [_result(x, d, _shape(where, of, x)) for of, x, d in zip(_input_names, inputs, given)]
-    parameters = (chunk, norm, scale or 0.0)
+    parameters = (chunk, norm, scale)
     _ext.recur_backward(
         name, plan, inputs, do, made, tuple(heads), parameters, comm, saved[0], saved[1], dfinal, dinitial
     )
@@ -204,23 +205,10 @@ def _recur_backward(
 
 
 def gated_delta_rule(
-    plan: Carry,
-    q,
-    k,
-    v,
-    g,
-    beta,
-    comm: Communicator,
-    *,
-    heads=None,
-    chunk=64,
-    qk_l2norm=True,
-    scale=None,
-    initial=None,
-    final=None,
-    saved=None,
-    out=None,
-):
+    plan: Carry, q: Array, k: Array, v: Array, g: Array, beta: Array, comm: Communicator, *,
+    heads: Sequence[int] | None = None, chunk: int = 64, qk_l2norm: bool = True, scale: float | None = None,
+    initial: AnyArray | None = None, final: AnyArray | None = None, saved: Saved | None = None, out: Array | None = None
+) -> Array:
     """The gated delta rule in place on any sharding.
 
         S_t = a_t (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T,    o_t = scale S_t^T q_t,    a_t = exp(g_t)
@@ -229,8 +217,9 @@ def gated_delta_rule(
     value_dim), g: log decay, and beta: (rows, value heads), of the heads that the rank holds. float32 or float64.
     Collective. heads: Heads(...) of all ranks, by default those of q and v. scale: by default 1 / sqrt(key_dim).
     qk_l2norm: q and k are divided by sqrt(sum of squares + 1e-6) first.
-    initial, final: (sequences, value heads * key_dim * value_dim) before and behind the batch; `final` is
-    written on the rank where a sequence ends. saved: of `saved_states`, takes what the backward needs. Returns o, as v.
+    initial, final: (sequences, value heads * key_dim * value_dim) before and behind the batch; `initial` on all ranks
+    or on none, which they compare, `final` is written on the rank where a sequence ends. saved: of `saved_states`,
+    takes what the backward needs. Returns o, as v.
     """
     return _recur(
         "gated_delta_rule", plan, [q, k, v, g, beta], comm, heads, chunk, qk_l2norm, scale, initial, final, saved, out
@@ -238,174 +227,86 @@ def gated_delta_rule(
 
 
 def gated_delta_rule_backward(
-    plan: Carry,
-    q,
-    k,
-    v,
-    g,
-    beta,
-    do,
-    saved,
-    comm: Communicator,
-    *,
-    heads=None,
-    chunk=64,
-    qk_l2norm=True,
-    scale=None,
-    dfinal=None,
-    dinitial=None,
-    out=None,
-):
+    plan: Carry, q: Array, k: Array, v: Array, g: Array, beta: Array, do: AnyArray, saved: Saved, comm: Communicator, *,
+    heads: Sequence[int] | None = None, chunk: int = 64, qk_l2norm: bool = True, scale: float | None = None,
+    dfinal: AnyArray | None = None, dinitial: AnyArray | None = None, out: Sequence[Any] | None = None
+) -> tuple[Array, Array, Array, Array, Array]:
     """The gradients of `gated_delta_rule`: (dq, dk, dv, dg, dbeta). Arguments as there; do: the gradient of o.
 
-    dfinal: of the final states; dinitial is written on the rank where a sequence begins. out: five arrays, or none.
+    dfinal: of the final states, on all ranks or on none, which they compare; dinitial is written on the rank where a
+    sequence begins. out: five arrays, or none.
     """
+    name, inputs = "gated_delta_rule", [q, k, v, g, beta]
     return _recur_backward(
-        "gated_delta_rule",
-        plan,
-        [q, k, v, g, beta],
-        do,
-        saved,
-        comm,
-        heads,
-        chunk,
-        qk_l2norm,
-        scale,
-        dfinal,
-        dinitial,
-        out,
+        name, plan, inputs, do, saved, comm, heads, chunk, qk_l2norm, scale, dfinal, dinitial, out
     )
 
 
 def kimi_delta_attention(
-    plan: Carry,
-    q,
-    k,
-    v,
-    g,
-    beta,
-    comm: Communicator,
-    *,
-    heads=None,
-    chunk=64,
-    qk_l2norm=True,
-    scale=None,
-    initial=None,
-    final=None,
-    saved=None,
-    out=None,
-):
+    plan: Carry, q: Array, k: Array, v: Array, g: Array, beta: Array, comm: Communicator, *,
+    heads: Sequence[int] | None = None, chunk: int = 64, qk_l2norm: bool = True, scale: float | None = None,
+    initial: AnyArray | None = None, final: AnyArray | None = None, saved: Saved | None = None, out: Array | None = None
+) -> Array:
     """Kimi delta attention: the delta rule with a decay a channel, g: (rows, value heads, key_dim). Else as there."""
-    return _recur(
-        "kimi_delta_attention",
-        plan,
-        [q, k, v, g, beta],
-        comm,
-        heads,
-        chunk,
-        qk_l2norm,
-        scale,
-        initial,
-        final,
-        saved,
-        out,
-    )
+    name, inputs = "kimi_delta_attention", [q, k, v, g, beta]
+    return _recur(name, plan, inputs, comm, heads, chunk, qk_l2norm, scale, initial, final, saved, out)
 
 
 def kimi_delta_attention_backward(
-    plan: Carry,
-    q,
-    k,
-    v,
-    g,
-    beta,
-    do,
-    saved,
-    comm: Communicator,
-    *,
-    heads=None,
-    chunk=64,
-    qk_l2norm=True,
-    scale=None,
-    dfinal=None,
-    dinitial=None,
-    out=None,
-):
+    plan: Carry, q: Array, k: Array, v: Array, g: Array, beta: Array, do: AnyArray, saved: Saved, comm: Communicator, *,
+    heads: Sequence[int] | None = None, chunk: int = 64, qk_l2norm: bool = True, scale: float | None = None,
+    dfinal: AnyArray | None = None, dinitial: AnyArray | None = None, out: Sequence[Any] | None = None
+) -> tuple[Array, Array, Array, Array, Array]:
     """The gradients of `kimi_delta_attention`: (dq, dk, dv, dg, dbeta)."""
+    name, inputs = "kimi_delta_attention", [q, k, v, g, beta]
     return _recur_backward(
-        "kimi_delta_attention",
-        plan,
-        [q, k, v, g, beta],
-        do,
-        saved,
-        comm,
-        heads,
-        chunk,
-        qk_l2norm,
-        scale,
-        dfinal,
-        dinitial,
-        out,
+        name, plan, inputs, do, saved, comm, heads, chunk, qk_l2norm, scale, dfinal, dinitial, out
     )
 
 
-def _linear(name):
-    def forward(
-        plan: Carry,
-        q,
-        k,
-        v,
-        g,
-        comm: Communicator,
-        *,
-        heads=None,
-        chunk=64,
-        scale=None,
-        initial=None,
-        final=None,
-        saved=None,
-        out=None,
-    ):
-        return _recur(name, plan, [q, k, v, g], comm, heads, chunk, True, scale, initial, final, saved, out)
+def head_decay_attention(
+    plan: Carry, q: Array, k: Array, v: Array, g: Array, comm: Communicator, *, heads: Sequence[int] | None = None,
+    chunk: int = 64, scale: float | None = None, initial: AnyArray | None = None, final: AnyArray | None = None,
+    saved: Saved | None = None, out: Array | None = None
+) -> Array:
+    """Linear attention with a decay a head: S_t = exp(g_t) S_{t-1} + k_t v_t^T, o_t = scale S_t^T q_t.
 
-    def backward(
-        plan: Carry,
-        q,
-        k,
-        v,
-        g,
-        do,
-        saved,
-        comm: Communicator,
-        *,
-        heads=None,
-        chunk=64,
-        scale=None,
-        dfinal=None,
-        dinitial=None,
-        out=None,
-    ):
-        return _recur_backward(
-            name, plan, [q, k, v, g], do, saved, comm, heads, chunk, True, scale, dfinal, dinitial, out
-        )
+    g: (rows, value heads). Other arguments as of `gated_delta_rule`.
+    """
+    name, inputs = "head_decay_attention", [q, k, v, g]
+    return _recur(name, plan, inputs, comm, heads, chunk, True, scale, initial, final, saved, out)
 
-    of = (
-        "a decay a head, g: (rows, value heads)"
-        if name.startswith("head")
-        else ("a decay a channel, g: (rows, value heads, key_dim)")
+
+def head_decay_attention_backward(
+    plan: Carry, q: Array, k: Array, v: Array, g: Array, do: AnyArray, saved: Saved, comm: Communicator, *,
+    heads: Sequence[int] | None = None, chunk: int = 64, scale: float | None = None, dfinal: AnyArray | None = None,
+    dinitial: AnyArray | None = None, out: Sequence[Any] | None = None
+) -> tuple[Array, Array, Array, Array]:
+    """The gradients of `head_decay_attention`: (dq, dk, dv, dg). Arguments as of `gated_delta_rule_backward`."""
+    return _recur_backward(
+        "head_decay_attention", plan, [q, k, v, g], do, saved, comm, heads, chunk, True, scale, dfinal, dinitial, out
     )
-    forward.__name__ = forward.__qualname__ = name
-    backward.__name__ = backward.__qualname__ = name + "_backward"
-    forward.__doc__ = (
-        f"Linear attention with {of}: S_t = exp(g_t) S_{{t-1}} + k_t v_t^T, o_t = scale S_t^T q_t.\n\n"
-        "Other arguments as of `gated_delta_rule`."
+
+
+def channel_decay_attention(
+    plan: Carry, q: Array, k: Array, v: Array, g: Array, comm: Communicator, *, heads: Sequence[int] | None = None,
+    chunk: int = 64, scale: float | None = None, initial: AnyArray | None = None, final: AnyArray | None = None,
+    saved: Saved | None = None, out: Array | None = None
+) -> Array:
+    """Linear attention with a decay a channel, g: (rows, value heads, key_dim). Else as of `head_decay_attention`."""
+    name, inputs = "channel_decay_attention", [q, k, v, g]
+    return _recur(name, plan, inputs, comm, heads, chunk, True, scale, initial, final, saved, out)
+
+
+def channel_decay_attention_backward(
+    plan: Carry, q: Array, k: Array, v: Array, g: Array, do: AnyArray, saved: Saved, comm: Communicator, *,
+    heads: Sequence[int] | None = None, chunk: int = 64, scale: float | None = None, dfinal: AnyArray | None = None,
+    dinitial: AnyArray | None = None, out: Sequence[Any] | None = None
+) -> tuple[Array, Array, Array, Array]:
+    """The gradients of `channel_decay_attention`: (dq, dk, dv, dg). Arguments as of `gated_delta_rule_backward`."""
+    return _recur_backward(
+        "channel_decay_attention", plan, [q, k, v, g], do, saved, comm, heads, chunk, True, scale, dfinal, dinitial, out
     )
-    backward.__doc__ = f"The gradients of `{name}`: (dq, dk, dv, dg)."
-    return forward, backward
-
-
-head_decay_attention, head_decay_attention_backward = _linear("head_decay_attention")
-channel_decay_attention, channel_decay_attention_backward = _linear("channel_decay_attention")
 
 
 class gated_delta_net:
@@ -417,13 +318,22 @@ class gated_delta_net:
     heads: Heads(...); kernel: taps of the convolution; chunk: tokens of the delta rule at once.
     """
 
-    parameters = _ext.net_parameters  #: names of the weights, in a checkpoint of transformers
+    parameters: tuple[str, ...] = _ext.net_parameters  #: names of the weights, in a checkpoint of transformers
 
-    def __init__(self, sharding: Sharding, rank: int, hidden, heads, carry="scan", kernel=4, chunk=64, eps=1e-6):
+    sharding: Sharding
+    rank: int
+
+    def __init__(
+        self, sharding: Sharding, rank: int, hidden: int, heads: Sequence[int], carry: str = "scan", kernel: int = 4,
+        chunk: int = 64, eps: float = 1e-6
+    ) -> None:
         self._net = _ext.Net(sharding, rank, hidden, tuple(heads), carry, kernel, chunk, eps)
         self.sharding, self.rank = sharding, rank
 
-    def __call__(self, weights, x, comm: Communicator, *, conv=None, recurrent=None, saved=None, out=None):
+    def __call__(
+        self, weights: Mapping[str, Any], x: Array, comm: Communicator, *, conv: AnyArray | None = None,
+        recurrent: AnyArray | None = None, saved: _ext.NetSaved | None = None, out: Array | None = None
+    ) -> Array:
         """Returns y of x: (rows, hidden) of float32 or float64. Collective.
 
         weights: a dict by `parameters`, whole on every rank, shaped as in the checkpoint: projections (out, in), conv
@@ -438,11 +348,14 @@ class gated_delta_net:
         self._net.forward(self._list(where, weights), rows, y, comm, conv, recurrent, saved)
         return labelled(x, finish(rows, y), *place)
 
-    def new_saved(self):
+    def new_saved(self) -> _ext.NetSaved:
         """Returns what takes what the backward needs; of one layer and rank."""
         return _ext.NetSaved()
 
-    def backward(self, weights, x, saved, dy, comm: Communicator, *, order="by_rank", dx=None, dweights=None):
+    def backward(
+        self, weights: Mapping[str, Any], x: Array, saved: _ext.NetSaved, dy: AnyArray, comm: Communicator, *,
+        order: str = "by_rank", dx: Array | None = None, dweights: dict[str, Any] | None = None
+    ) -> tuple[Array, dict[str, Any]]:
         """Returns (dx, dweights), a dict: the weights' gradients of this rank's rows.
 
         `sum_over_ranks` completes these. A dweights that is given is added to. order: "by_row" adds in the
@@ -487,19 +400,9 @@ def _attended(where, heads, scale):
 
 
 def attention(
-    queries: Sharding,
-    keys: Sharding,
-    rank: int,
-    q,
-    k,
-    v,
-    heads,
-    *,
-    scale=None,
-    lse=None,
-    out=None,
-    comm: Communicator | None = None,
-):
+    queries: Sharding, keys: Sharding, rank: int, q: Array, k: Array, v: Array, heads: Sequence[int], *,
+    scale: float | None = None, lse: AnyArray | None = None, out: Array | None = None, comm: Communicator | None = None
+) -> Array:
     """Causal softmax attention: o = softmax(scale q K^T) V over the keys of a query's sequence up to its own token.
 
     queries: the sharding of q and o, any; keys: that of k and v, where every rank holds every row: replicated, or the
@@ -519,22 +422,10 @@ def attention(
 
 
 def attention_backward(
-    queries: Sharding,
-    keys: Sharding,
-    q,
-    k,
-    v,
-    o,
-    do,
-    lse,
-    heads,
-    comm: Communicator,
-    *,
-    scale=None,
-    dq=None,
-    dk=None,
-    dv=None,
-):
+    queries: Sharding, keys: Sharding, q: Array, k: Array, v: Array, o: AnyArray, do: AnyArray, lse: AnyArray,
+    heads: Sequence[int], comm: Communicator, *, scale: float | None = None, dq: Array | None = None,
+    dk: Array | None = None, dv: Array | None = None
+) -> tuple[Array, Array, Array]:
     """The gradients of `attention`: (dq, dk, dv). Arguments as there; do: the gradient of o.
 
     dk and dv are this rank's share of all keys' gradients where queries are sharded by tokens: the transposed plan of
@@ -557,7 +448,7 @@ def attention_backward(
     return labelled(of_q, finish(q, to_q), queries, rank), *of_keys
 
 
-def next_token_labels(plan: Halo, tokens, comm: Communicator, out=None):
+def next_token_labels(plan: Halo, tokens: Array, comm: Communicator, out: Array | None = None) -> Array:
     """Returns the token that follows every row's, and cpx.ignored behind the last valid one. Collective.
 
     plan: halo(sharding, rank, 1, "after"), or of k rows for the token k ahead; tokens: (rows,) int64.
@@ -578,7 +469,9 @@ class TokenLoss(NamedTuple):
     weight: float
 
 
-def mean_token_loss(sharding: Sharding, logp, labels, comm: Communicator, weights=None):
+def mean_token_loss(
+    sharding: Sharding, logp: AnyArray, labels: AnyArray, comm: Communicator, weights: AnyArray | None = None
+) -> TokenLoss:
     """Returns TokenLoss of all rows of the batch that have a label. logp, labels, weights: (rows,). Collective.
 
     Bitwise the same on every sharding and any number of ranks.
@@ -589,7 +482,10 @@ def mean_token_loss(sharding: Sharding, logp, labels, comm: Communicator, weight
     return TokenLoss(*_ext.mean_token_loss(sharding, logp, labels, comm, weights))
 
 
-def mean_token_loss_backward(sharding: Sharding, rank: int, loss, labels, like, upstream=1.0, weights=None, out=None):
+def mean_token_loss_backward(
+    sharding: Sharding, rank: int, loss: Sequence[float], labels: AnyArray, like: Array, upstream: float = 1.0,
+    weights: AnyArray | None = None, out: Array | None = None
+) -> Array:
     """Returns dlogp of `mean_token_loss`, like `like`: -upstream w_i / sum w_i, and 0 in rows that do not count."""
     dlogp = _result(like, out, _shape("mean_token_loss_backward", "labels", labels))
     _ext.mean_token_loss_backward(sharding, rank, tuple(loss), labels, upstream, dlogp, weights)
@@ -605,11 +501,11 @@ class ExpertExchange(_ext.ExpertExchange):
     own expert begin.
     """
 
-    def __init__(self, chosen, experts, places, comm: Communicator):
+    def __init__(self, chosen: AnyArray, experts: int, places: AnyArray | Sequence[int], comm: Communicator) -> None:
         _require_comm("expert_exchange", comm)
         super().__init__(chosen, experts, places, comm)
 
-    def to_experts(self, x, width=None, out=None):
+    def to_experts(self, x: Array, width: int | None = None, out: Array | None = None) -> Array:
         """Brings rows to the owners: (count, width), experts ascending, of one expert in the order of the batch.
 
         x: (tokens, width), the same for all choices of a token; or, with `width`, (tokens, choices * width).
@@ -622,7 +518,7 @@ class ExpertExchange(_ext.ExpertExchange):
         self._to_experts(x, y)
         return finish(x, y)
 
-    def to_tokens(self, x, out=None):
+    def to_tokens(self, x: Array, out: Array | None = None) -> Array:
         """Brings them back: x (count, width), to (tokens, choices, width)."""
         shape = _shape("ExpertExchange.to_tokens", "x", x)
         y = _result(x, out, (self.tokens, self.choices, *shape[1:]))
@@ -638,14 +534,21 @@ class Movement:
     call and `transposed`, the backward of a call.
     """
 
-    def __init__(self, source: Sharding, target: Sharding, width, rows, sequences, comm: Communicator):
+    comm: Communicator
+    width: int
+    rows: int
+    sequences: int
+
+    def __init__(
+        self, source: Sharding, target: Sharding, width: int, rows: int, sequences: int, comm: Communicator
+    ) -> None:
         _require_comm("movement", comm)
         self.comm, self.width, self.rows, self.sequences = comm, width, rows, sequences
         self._like = source, target
         self._source = self._target = None
         self.set(source, target)
 
-    def set(self, source: Sharding, target: Sharding):
+    def set(self, source: Sharding, target: Sharding) -> None:
         """Takes another batch, of shardings over as many ranks with the sections of the first."""
         if source is self._source and target is self._target:
             return
@@ -666,13 +569,13 @@ class Movement:
         self._source, self._target = source, target
 
     @property
-    def plan(self):
+    def plan(self) -> Relayout:
         """The plan of the last batch."""
         return self._plan
 
-    def __call__(self, x, out=None):
+    def __call__(self, x: Array, out: Array | None = None) -> Array:
         return exchange(self._plan, x, self.comm, out)
 
-    def transposed(self, dy, out=None):
+    def transposed(self, dy: Array, out: Array | None = None) -> Array:
         """Moves rows back: the backward of a call, which adds what was copied."""
         return exchange(self._back, dy, self.comm, out)

@@ -3,12 +3,16 @@
 
 import re
 import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from . import _ext
 from ._error import Error
 
+Result = TypeVar("Result")
 
-def run(ranks, program, *args, deadline=600.0):
+
+def run(ranks: int, program: Callable[..., Result], *args: Any, deadline: float = 600.0) -> list[Result]:
     """Calls `program(comm, *args)` on as many threads, a rank each, and returns the list of what they return.
 
     deadline: the longest, in seconds, that a rank waits for the others in one exchange. A rank that raises ends the

@@ -1,19 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arrays that say how they are sharded, so that one of another sharding is an error and not a wrong result."""
 
+from typing import Any
+
 from ._error import Error
+from ._ext import Sharding
 
 
 class Sharded:
     """The rows that `rank` holds of a tensor that is sharded as `sharding` says: `cpx.Sharded(array, sharding, rank)`.
 
-    Goes wherever its array goes. A plan or an operator that wants another sharding, or the rows of another rank, raises
-    cpx.Error; of an input that is Sharded the result is, too. `array` is the array.
+    array: (sharding.rows(rank), ...). Goes wherever its array goes. A plan or an operator that wants another sharding,
+    or the rows of another rank, raises cpx.Error; of an input that is Sharded the result is, too.
     """
 
-    __slots__ = ("array", "sharding", "rank")
+    __slots__ = {
+        "array": "The array.",
+        "sharding": "The `Sharding` by which it has its rows.",
+        "rank": "The rank whose rows it has.",
+    }
 
-    def __init__(self, array, sharding, rank):
+    array: Any
+    sharding: Sharding
+    rank: int
+
+    def __init__(self, array: Any, sharding: Sharding, rank: int) -> None:
         rows = sharding.rows(rank)
         shape = getattr(array, "shape", None)
         if not shape or shape[0] != rows:
@@ -21,20 +32,22 @@ class Sharded:
         self.array, self.sharding, self.rank = array, sharding, rank
 
     @property
-    def shape(self):
+    def shape(self) -> Any:
+        """The array's."""
         return self.array.shape
 
     @property
-    def dtype(self):
+    def dtype(self) -> Any:
+        """The array's."""
         return self.array.dtype
 
-    def __dlpack__(self, **options):
+    def __dlpack__(self, **options: Any) -> Any:
         return self.array.__dlpack__(**options)
 
-    def __dlpack_device__(self):
+    def __dlpack_device__(self) -> Any:
         return self.array.__dlpack_device__()
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return f"cpx.Sharded({type(self.array).__name__} {tuple(self.shape)}, {self.sharding}, rank {self.rank})"
 
 

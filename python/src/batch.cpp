@@ -76,13 +76,13 @@ tokens that count, at the front of each.)")
             [](cpx::thd* self, nb::object offsets, nb::object valid) {
                 new (self) cpx::thd(integers("thd", "offsets", offsets), integers_if("thd", "valid lengths", valid));
             },
-            "offsets"_a, "valid"_a = nb::none(),
+            "offsets"_a.none(), "valid"_a = nb::none(),
             "Takes offsets, a list or an array of int32 or int64, and, of padded sequences, their valid lengths. "
             "Raises cpx.Error that names the first bad one.")
         .def_static(
             "from_lengths",
             [](nb::object lengths) { return cpx::thd::from_lengths(integers("thd.from_lengths", "lengths", lengths)); },
-            "lengths"_a, "Returns the batch of sequences of these lengths.")
+            "lengths"_a.none(), "Returns the batch of sequences of these lengths.")
         .def_static(
             "uniform", [](index_t count, index_t length) { return cpx::thd::uniform(count, length); }, "count"_a,
             "length"_a, "Returns `count` sequences of `length` tokens each, as (batch, time) tensors hold them.")
@@ -104,11 +104,12 @@ tokens that count, at the front of each.)")
         .def(
             "length",
             [](cpx::thd const& b, index_t s) { return b.length(index_in("thd", "sequence", s, b.sequences())); },
-            "sequence"_a)
+            "sequence"_a, "Returns how many tokens a sequence has, padding included.")
         .def(
             "offset",
             [](cpx::thd const& b, index_t s) { return b.offset(index_in("thd", "sequence", s, b.sequences() + 1)); },
-            "sequence"_a)
+            "sequence"_a,
+            "Returns the global row of a sequence's first token; of number `sequences`, the row behind the last.")
         .def(
             "sequence",
             [](cpx::thd const& b, index_t row) { return b.sequence(index_in("thd", "row", row, b.tokens())); }, "row"_a,
@@ -135,15 +136,17 @@ Sequence s lies in rows start(s) and after. The buffer may be a (rows, columns) 
             [](cpx::packing* self, cpx::thd const& batch, nb::object starts, index_t rows) {
                 new (self) cpx::packing(batch, integers("packing", "starts", starts), rows);
             },
-            "batch"_a, "starts"_a, "buffer_rows"_a)
-        .def_prop_ro("batch", [](cpx::packing const& p) { return p.batch(); })
-        .def_prop_ro("buffer_rows", [](cpx::packing const& p) { return p.buffer_rows(); })
+            "batch"_a, "starts"_a.none(), "buffer_rows"_a)
+        .def_prop_ro(
+            "batch", [](cpx::packing const& p) { return p.batch(); }, "The batch without padding.")
+        .def_prop_ro(
+            "buffer_rows", [](cpx::packing const& p) { return p.buffer_rows(); }, "How many rows the buffer has.")
         .def(
             "start",
             [](cpx::packing const& p, index_t s) {
                 return p.start(index_in("packing", "sequence", s, p.batch().sequences()));
             },
-            "sequence"_a)
+            "sequence"_a, "Returns the buffer's row of a sequence's first token.")
         .def(
             "rows", [](cpx::packing const& p) { return to_numpy(p.rows()); },
             "Returns the buffer's row of every row of the batch: (tokens,) int64, ascending.")

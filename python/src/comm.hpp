@@ -4,6 +4,7 @@
 
 #include "expert_lists.hpp"
 #include "features.hpp"
+#include "fill.hpp"
 
 #include <cpx/core/activation.hpp>
 #include <cpx/transport/threads.hpp>
@@ -14,6 +15,7 @@
 #include <array>
 #include <atomic>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -45,7 +47,7 @@ struct recurrence_objects {
     std::array<cpx::index_t, 4> heads; ///< of keys, of values, and their widths
     cpx::index_t chunk;
     bool qk_l2norm;
-    double scale;
+    std::optional<double> scale;
     nb::handle o, initial, final, starts, maps;
 };
 
@@ -83,7 +85,7 @@ public:
 class device_operators {
 public:
     virtual void exchange(relayout_value const& plan, nb::handle x, nb::handle y) = 0;
-    virtual void shift(halo_value const& plan, nb::handle x, nb::handle y, double fill) = 0;
+    virtual void shift(halo_value const& plan, nb::handle x, nb::handle y, fill_value const& fill) = 0;
     virtual void sum(nb::handle values) = 0;
     virtual void convolve(halo_value const& before, convolution_objects const& o, cpx::activation act) = 0;
     virtual void convolve_backward(halo_value const& before, convolution_objects const& o, cpx::activation act) = 0;

@@ -75,18 +75,20 @@ void sum_over_ranks(nb::object values, communicator& comm) {
     });
 }
 
-void shift_rows(halo_value const& plan, nb::object source, nb::object target, communicator& comm, double fill) {
-    if (auto* const there = comm.on_device()) return there->shift(plan, source, target, fill);
+void shift_rows(halo_value const& plan, nb::object source, nb::object target, communicator& comm, nb::object fill_) {
     char const* const where = "shift_rows";
+    fill_value const fill = number(where, "fill", fill_);
+    if (auto* const there = comm.on_device()) return there->shift(plan, source, target, fill);
     array const a = read(where, "x", source), b = written(where, "out", target);
     with_type<float, double, Eigen::bfloat16, Eigen::half, std::int64_t, std::int32_t>(a, [&]<class T>(of_type<T>) {
         auto const from = rows_of<T>(a);
         auto const to = rows_to<T>(b);
+        T const element = element_of<T>(where, fill);
         call const now(where, comm);
         auto transport = comm.host(where);
         visit_plan(plan, [&](auto const& p, auto const& sharding) {
             cpx::shift_rows(p, cpx::sharded(from, sharding, p.rank), cpx::sharded(to, sharding, p.rank), transport,
-                            static_cast<T>(fill));
+                            element);
         });
     });
 }
@@ -97,8 +99,8 @@ void bind_exchange(nb::module_& m) {
     nb::class_<communicator>(m, "Communicator", nb::is_weak_referenceable(), R"(One rank's end of a group of ranks.
 
 One thread at a time calls with it. Its end, or `leave`, tells the others that this rank calls no more.)")
-        .def_prop_ro("rank", &communicator::rank)
-        .def_prop_ro("ranks", &communicator::ranks)
+        .def_prop_ro("rank", &communicator::rank, "This rank, from 0.")
+        .def_prop_ro("ranks", &communicator::ranks, "How many ranks the group has.")
         .def_prop_ro("device", &communicator::device, "Where its ranks have their arrays: \"cpu\", \"cuda:0\".")
         .def("leave", &communicator::leave, "Says that this rank calls no more: who waits for it gets cpx.Error.")
         .def(
@@ -117,7 +119,7 @@ deadline: the longest, in seconds, that a rank waits for the others in one excha
           R"(Replaces values on every rank by the sums over all ranks, added in rank order. Collective.
 
 values: an array of any shape, its elements side by side; of float32, float64, bfloat16 or float16.)");
-    m.def("shift_rows", shift_rows, "plan"_a, "x"_a, "out"_a, "comm"_a, "fill"_a);
+    m.def("shift_rows", shift_rows, "plan"_a, "x"_a, "out"_a, "comm"_a, "fill"_a.none());
 }
 
 } // namespace binding

@@ -96,7 +96,8 @@ the ranks that have the tokens and those that own the experts. Rank r of W owns 
              R"(chosen: (tokens, choices) int64 of this rank, experts from 0, each once a token; places: where the
 tokens stand in the batch, sharding.global_rows(rank). comm: the ranks that share the experts; on devices chosen is
 there, too, and the host waits for it. Collective.)")
-        .def_prop_ro("experts", [](experts_value const& e) { return e.of().experts; })
+        .def_prop_ro(
+            "experts", [](experts_value const& e) { return e.of().experts; }, "All experts of the layer.")
         .def_prop_ro(
             "own", [](experts_value const& e) { return std::pair(e.of().own.first, e.of().own.last); },
             "The experts of this rank: (first, behind the last).")
@@ -106,8 +107,10 @@ there, too, and the host waits for it. Collective.)")
             nb::rv_policy::move)
         .def_prop_ro(
             "count", [](experts_value const& e) { return e.of().begins.back(); }, "The rows of the own experts.")
-        .def_prop_ro("tokens", [](experts_value const& e) { return e.of().tokens; })
-        .def_prop_ro("choices", [](experts_value const& e) { return e.of().choices; })
+        .def_prop_ro(
+            "tokens", [](experts_value const& e) { return e.of().tokens; }, "This rank's tokens.")
+        .def_prop_ro(
+            "choices", [](experts_value const& e) { return e.of().choices; }, "How many experts a token chose.")
         .def_prop_ro(
             "places", [](experts_value const& e) { return to_numpy(e.of().places); },
             "The place in the batch of every row's token: (count,) int64.", nb::rv_policy::move)

@@ -128,7 +128,8 @@ void bind_layout(nb::module_& m) {
     nb::class_<layout_value>(m, "Layout", R"(Cuts a run of tokens into chunks and says which rank owns each.
 
 Made by sequential, zigzag, striped, table and by_length.)")
-        .def_prop_ro("ranks", [](layout_value const& l) { return l.ranks(); })
+        .def_prop_ro(
+            "ranks", [](layout_value const& l) { return l.ranks(); }, "How many ranks share the chunks.")
         .def("__eq__",
              [](layout_value const& a, nb::object b) {
                  return nb::isinstance<layout_value>(b) && a.text == nb::cast<layout_value const&>(b).text;
@@ -149,7 +150,7 @@ Made by sequential, zigzag, striped, table and by_length.)")
           "miles: by_length(zigzag(W), sequential(W), 2 * W).");
 
     nb::class_<cut_value>(m, "Cut", "Where chunks begin: balanced, or aligned to multiples of some tokens.")
-        .def_ro("unit", &cut_value::unit)
+        .def_ro("unit", &cut_value::unit, "Tokens of which chunks begin at multiples; 1 if they are balanced.")
         .def("__repr__", [](cut_value c) {
             return c.unit == 1 ? std::string("cpx.balanced") : "cpx.aligned(" + std::to_string(c.unit) + ')';
         });
@@ -168,8 +169,10 @@ Made by sequential, zigzag, striped, table and by_length.)")
     nb::class_<any_layout>(m, "Sharding", R"(A layout, a scope and a cut bound to a batch: which rank holds which rows.
 
 Made by shard, head_sharded, replicated and piecewise. Immutable; equal if layout, cut and batch are.)")
-        .def_prop_ro("ranks", [](any_layout const& s) { return s.ranks(); })
-        .def_prop_ro("batch", [](any_layout const& s) { return s.batch(); })
+        .def_prop_ro(
+            "ranks", [](any_layout const& s) { return s.ranks(); }, "How many ranks share the rows.")
+        .def_prop_ro(
+            "batch", [](any_layout const& s) { return s.batch(); }, "The batch whose rows are shared.")
         .def_prop_ro(
             "every_row", [](any_layout const& s) { return s.every_row(); },
             "Whether every rank holds every row: by heads, or replicated.")

@@ -42,6 +42,19 @@ std::vector<index_t> integers(char const* where, char const* name, nb::handle ob
     return list;
 }
 
+fill_value number(char const* where, char const* name, nb::handle object) {
+    nb::object const index = nb::steal(PyFloat_Check(object.ptr()) ? nullptr : PyNumber_Index(object.ptr()));
+    PyErr_Clear();
+    fill_value of;
+    if (index.is_valid()) of.integer = PyLong_AsLongLong(index.ptr());
+    if (index.is_valid() && !PyErr_Occurred()) return of;
+    PyErr_Clear(); // an integer beyond 64 bits is read as others are
+    of.whole = false, of.real = PyFloat_AsDouble(object.ptr());
+    if (!PyErr_Occurred()) return of;
+    PyErr_Clear();
+    throw cpx::error(where, name, "a number", nb::cast<std::string>(object.type().attr("__name__")));
+}
+
 std::vector<index_t> integers_if(char const* where, char const* name, nb::handle object) {
     return object.is_none() ? std::vector<index_t>() : integers(where, name, object);
 }

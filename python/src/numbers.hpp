@@ -3,6 +3,7 @@
 #pragma once
 
 #include "array.hpp"
+#include "fill.hpp"
 
 #include <initializer_list>
 #include <memory>
@@ -17,6 +18,9 @@ namespace binding {
 std::vector<index_t> integers(char const* where, char const* name, nb::handle object);
 /// The same; None is none.
 std::vector<index_t> integers_if(char const* where, char const* name, nb::handle object);
+
+/// Returns a number, as exactly as it is an integer. Throws `cpx::error` that names the argument if it is none.
+fill_value number(char const* where, char const* name, nb::handle object);
 
 /// Returns an array of NumPy that owns the list.
 inline nb::ndarray<nb::numpy, std::int64_t> to_numpy(std::vector<index_t> list, std::vector<std::size_t> shape = {}) {

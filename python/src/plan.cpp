@@ -67,8 +67,10 @@ nb::ndarray<nb::numpy, std::int64_t> matrix(relayout_value const& r, F&& of) {
 /// What Python asks of any plan.
 template <class V, class F>
 void bind_messages(nb::class_<V>& c, F plan_of) {
-    c.def_prop_ro("rank", [=](V const& v) { return plan_of(v).rank; })
-        .def_prop_ro("ranks", [=](V const& v) { return plan_of(v).ranks(); })
+    c.def_prop_ro(
+         "rank", [=](V const& v) { return plan_of(v).rank; }, "The rank whose plan it is.")
+        .def_prop_ro(
+            "ranks", [=](V const& v) { return plan_of(v).ranks(); }, "How many ranks run it together.")
         .def_prop_ro(
             "source_rows", [=](V const& v) { return plan_of(v).source_rows; }, "Rows that this rank gives.")
         .def_prop_ro(
@@ -180,13 +182,18 @@ Any pair of shardings of one batch. Pure: no communication; every rank makes its
 
     nb::class_<halo_value> halo(m, "Halo", "The rows beside a rank's segments: what a convolution needs of others.");
     bind_messages(halo, [](halo_value const& h) -> cpx::plan const& { return h.plan(); });
-    halo.def_prop_ro("sharding", [](halo_value const& h) { return h.sharding; })
-        .def_prop_ro("reach",
-                     [](halo_value const& h) { return visit_plan(h, [](auto const& p, auto&) { return p.reach; }); })
-        .def_prop_ro("side", [](halo_value const& h) {
-            return visit_plan(h,
-                              [](auto const& p, auto&) { return p.where == cpx::side::before ? "before" : "after"; });
-        });
+    halo.def_prop_ro(
+            "sharding", [](halo_value const& h) { return h.sharding; }, "The sharding of the rows.")
+        .def_prop_ro(
+            "reach", [](halo_value const& h) { return visit_plan(h, [](auto const& p, auto&) { return p.reach; }); },
+            "How many rows beside a segment.")
+        .def_prop_ro(
+            "side",
+            [](halo_value const& h) {
+                return visit_plan(
+                    h, [](auto const& p, auto&) { return p.where == cpx::side::before ? "before" : "after"; });
+            },
+            "\"before\" or \"after\" the segment.");
     m.def(
         "halo",
         [](any_layout const& s, int rank, index_t reach, std::string_view side) {
@@ -198,10 +205,13 @@ Any pair of shardings of one batch. Pure: no communication; every rank makes its
         "Returns the plan by which a rank gets the `reach` rows beside each of its segments, and gives its own.");
 
     nb::class_<carry_value>(m, "Carry", "How recurrent states are handed along the segments of a sequence.")
-        .def_prop_ro("sharding", [](carry_value const& c) { return c.sharding; })
-        .def_prop_ro("rank",
-                     [](carry_value const& c) { return visit_plan(c, [](auto const& p, auto&) { return p.rank; }); })
-        .def_prop_ro("how", [](carry_value const& c) { return c.serial ? "serial" : "scan"; })
+        .def_prop_ro(
+            "sharding", [](carry_value const& c) { return c.sharding; }, "The sharding of the rows.")
+        .def_prop_ro(
+            "rank", [](carry_value const& c) { return visit_plan(c, [](auto const& p, auto&) { return p.rank; }); },
+            "The rank whose plan it is.")
+        .def_prop_ro(
+            "how", [](carry_value const& c) { return c.serial ? "serial" : "scan"; }, "\"scan\" or \"serial\".")
         .def_prop_ro(
             "steps", [](carry_value const& c) { return visit_plan(c, [](auto const& p, auto&) { return p.steps; }); },
             "How many exchanges there are, the same on all ranks.")

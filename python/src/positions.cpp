@@ -164,7 +164,7 @@ images, videos: their grids (time, height, width) in patches, as image_grid_thw 
         .def(
             "batch", [](cpx::media const& of, std::string_view kind) { return of.batch(kind_of("media", kind)); },
             "kind"_a, "Returns the rows of a kind's features as a batch: every frame is a sequence.")
-        .def_prop_ro("empty", &cpx::media::empty);
+        .def_prop_ro("empty", &cpx::media::empty, "Whether there is neither an image nor a video.");
 
     nb::class_<positions_value>(m, "Positions", "Positions of one rank's rows, and which of them hold placeholders.")
         .def_prop_ro(

@@ -4,6 +4,7 @@
 
 #include "module.hpp"
 
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/tuple.h>
@@ -49,7 +50,7 @@ void run(kind which, recurrence_call const& c) {
 constexpr std::array names{"q", "k", "v", "g", "beta"}, gradient_names{"dq", "dk", "dv", "dg", "dbeta"};
 
 using sizes = std::tuple<index_t, index_t, index_t, index_t>;
-using parameters = std::tuple<index_t, bool, double>;
+using parameters = std::tuple<index_t, bool, std::optional<double>>;
 
 recurrence_objects objects_of(std::vector<nb::object> const& x, std::vector<nb::object> const& dx, sizes const& heads,
                               parameters const& p, nb::handle o, nb::handle initial, nb::handle last, nb::handle starts,

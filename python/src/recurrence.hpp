@@ -11,6 +11,7 @@
 #include <cpx/ops/local/linear_attention.hpp>
 
 #include <array>
+#include <optional>
 #include <vector>
 
 namespace binding {
@@ -24,7 +25,7 @@ struct recurrence_call {
     cpx::recurrence_heads heads = {};
     index_t chunk = 64;
     bool qk_l2norm = true;
-    double scale = 0;
+    std::optional<double> scale = {};
     std::string where = {};
     std::vector<array> x = {};
     array o = {}, initial = {}, last = {}, starts = {}, maps = {};

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A caller's mistake is a cpx.Error that names it, before anything moves; a rank's failure ends the others."""
 
+import concurrent.futures
+import contextlib
 import ctypes
+import math
 import pickle
 import queue
 import subprocess
@@ -24,6 +27,10 @@ def alone():
 
 def one(batch=batch):
     return cpx.shard(batch, cpx.zigzag(1))
+
+
+def delta_inputs():
+    return cpx.carry(one(), 0), *[np.zeros((20, 1, 2))] * 3, *[np.zeros((20, 1))] * 2
 
 
 mistakes = {
@@ -155,6 +162,49 @@ mistakes = {
         lambda: cpx.ExpertExchange(np.full((20, 1), 4), 4, np.arange(20), alone()),
         "expert_exchange: chosen expert: expected 0 to 3, got 4",
     ),
+    "a rank that is no number": (
+        lambda: one().rows("a"), r"Sharding.rows: arguments: expected \(self, rank: int\), got .*str",
+    ),
+    "bytes that are no number": (
+        lambda: cpx.relayout(one(), one(), 0).bytes_matrix("a"), "Relayout.bytes_matrix: arguments: expected .*str",
+    ),
+    "ranks that are no number": (lambda: cpx.run("2", print), "run: ranks: expected int, got str"),
+    "offsets of nothing": (
+        lambda: cpx.thd(None), "thd: offsets: expected a list or an array of integers, got NoneType",
+    ),
+    "a chunk of fractions": (
+        lambda: cpx.gated_delta_rule(*delta_inputs(), alone(), chunk=64.5),
+        "gated_delta_rule: chunk: expected int, got float",
+    ),
+    "heads of letters": (
+        lambda: cpx.gated_delta_rule(*delta_inputs(), alone(), heads="abcd"),
+        r"gated_delta_rule: heads: expected Sequence\[int\] or None, got str",
+    ),
+    "an array of no sharding": (
+        lambda: cpx.Sharded(np.zeros(20), None, 0), "Sharded: sharding: expected cpx.Sharding, got NoneType",
+    ),
+    "rows of a number of experts": (
+        lambda: cpx.ExpertExchange(np.zeros((20, 1), int), 4.5, np.arange(20), alone()),
+        "ExpertExchange: experts: expected int, got float",
+    ),
+    "a weight of nothing": (
+        lambda: cpx.causal_conv1d(cpx.halo(one(), 0, 1), np.zeros((20, 4)), None, alone()),
+        "causal_conv1d: weight: expected an array, got NoneType",
+    ),
+    **{
+        f"fill of {dtype} with {fill}": (
+            lambda x=np.zeros((20, 1), dtype), fill=fill: cpx.shift_rows(cpx.halo(one(), 0, 1), x, alone(), fill),
+            f"shift_rows: fill: expected {wanted}, got ",
+        )
+        for dtype, fill, wanted in (
+            ("i4", 2**40, "an integer of 32 bits"), ("i4", 2**31, "an integer of 32 bits"),
+            ("i8", math.inf, "an integer of 64 bits"), ("i8", math.nan, "an integer of 64 bits"),
+            ("i8", 0.5, "an integer of 64 bits"), ("i8", 2**63, "an integer of 64 bits"),
+            ("i8", 2**2000, "a number"), ("i8", "a", "a number"), ("i8", None, "a number"),
+            ("f4", 1e300, "a number that a float of 32 bits holds"),
+            ("f2", 70000, "a number that a float of 16 bits holds"),
+        )
+    },
     "an odd rotary size": (lambda: cpx.rotary_frequencies(1e4, 3), "rotary_frequencies: rotary_dim"),
     "missing weights": (
         lambda: cpx.gated_delta_net(one(), 0, 8, (1, 1, 4, 4))({}, np.zeros((20, 8)), alone()),
@@ -181,6 +231,54 @@ def test_an_error_has_the_line_of_the_call_and_its_parts():
     line = next(i for i, text in enumerate(open(__file__), 1) if text.endswith("# this line\n"))
     assert str(e) == f"test_errors.py:{line}: thd: offset 2 decreases: expected at least 5, got 3"
     assert (e.where, e.problem, e.expected, e.got) == ("thd", "offset 2 decreases", "at least 5", "3")
+
+
+def test_an_error_has_the_line_of_who_called_through_other_packages():
+    def line(e):
+        return str(e.value).partition(": ")[0]
+
+    @contextlib.contextmanager
+    def batch_of(offsets):
+        yield cpx.thd(offsets)
+
+    here = "test_errors.py:{}".format
+    with pytest.raises(cpx.Error) as caught:
+        with batch_of([0, 5, 3]):
+            pass
+    assert line(caught) == here(batch_of.__wrapped__.__code__.co_firstlineno + 2)
+
+    for file, module in (
+        ("<eval_with_key>.107", None),
+        ("csjmpz7.py", "torch._inductor.runtime.compile_tasks.csjmpz7"),
+        ("modeling_qwen3_5.py", "transformers.models.qwen3_5"),
+        ("mine.py", "cpx.dropin.mine"),
+    ):
+        names = {"thd": cpx.thd, **({} if module is None else {"__name__": module})}
+        exec(compile("def forward():\n    thd([0, 5, 3])", file, "exec"), names)
+        with pytest.raises(cpx.Error) as caught:
+            names["forward"]()
+        assert line(caught).startswith("test_errors.py:"), file
+    with concurrent.futures.ThreadPoolExecutor(1) as pool, pytest.raises(cpx.Error) as caught:
+        pool.submit(cpx.thd, [0, 5, 3]).result()
+    assert line(caught).startswith("threading.py:")  # nobody has called there: this is how the thread began
+
+
+def test_ranks_of_which_some_have_states_before_the_batch_are_told():
+    sharding = cpx.shard(batch, cpx.sequential(2))
+
+    def program(comm, back):
+        plan = cpx.carry(sharding, comm.rank, how)
+        n, states = sharding.rows(comm.rank), np.zeros((2, 4)) if comm.rank else None
+        inputs = *[np.zeros((n, 1, 2))] * 3, *[np.zeros((n, 1))] * 2
+        saved = cpx.saved_states(plan, inputs[0], (1, 1, 2, 2))
+        cpx.gated_delta_rule(plan, *inputs, comm, initial=None if back else states, saved=saved)
+        cpx.gated_delta_rule_backward(plan, *inputs, inputs[0], saved, comm, dfinal=states)
+
+    for how in ("scan", "serial"):
+        for back in (False, True):
+            where = "gated_delta_rule_backward" if back else "gated_delta_rule"
+            with pytest.raises(cpx.Error, match=where + r": .*initial states.*got none \(rank 0\), given \(rank 1\)"):
+                cpx.run(2, program, back)
 
 
 def test_a_rank_that_raises_ends_the_others():

@@ -315,6 +315,24 @@ def test_rows_shift_between_ranks_and_back():
         assert np.array_equal(shift(sharding, 2, "before")[9:20], x[7:18])
 
 
+@pytest.mark.parametrize("fill", [2**53 + 1, -(2**63), 2**63 - 1, -100.0])
+def test_rows_without_another_are_filled_with_an_integer_as_it_is(fill):
+    plan = cpx.halo(cpx.shard(batches[2], cpx.zigzag(1)), 0, 1, "after")
+    shifted = cpx.shift_rows(plan, np.zeros((20, 1), np.int64), cpx.threads(1)[0], fill)
+    assert shifted[[6, 19], 0].tolist() == [int(fill)] * 2 and not shifted[:6].any()
+
+
+@pytest.mark.parametrize("name", recurrences)
+def test_a_scale_of_nothing_is_nothing(name):
+    forward, backward = recurrences[name]
+    plan = cpx.carry(cpx.shard(batches[2], cpx.zigzag(1)), 0)
+    (inputs, dout), comm = inputs_of(name, 20), cpx.threads(1)[0]
+    saved = cpx.saved_states(plan, inputs[0], heads, name)
+    assert forward(plan, *inputs, comm).any()
+    assert not forward(plan, *inputs, comm, scale=0.0, saved=saved).any()
+    assert not backward(plan, *inputs, dout, saved, comm, scale=0.0)[2].any()
+
+
 def test_sums_are_in_rank_order():
     values = [np.float32(v) for v in (1e8, 1.0, -1e8, 1.0)]
 

@@ -4,6 +4,7 @@
 import gc
 import importlib.util
 import inspect
+import math
 import os
 import subprocess
 import sys
@@ -206,6 +207,47 @@ def test_states_before_and_behind_the_batch_have_gradients(name):
         recurred(name, 1, torch.float64, "scan", cpx.balanced, start=True),
     ):
         near(a, b, torch.float64)
+
+
+@pytest.mark.parametrize("how", ["scan", "serial"])
+def test_states_are_on_all_ranks_or_on_none_and_a_loss_may_see_those_of_one(how):
+    sharding = cpx.shard(batch, cpx.sequential(2))
+    inputs, states = delta_inputs("gated_delta_rule"), heads.value_heads * heads.key_dim * heads.value_dim
+
+    def program(comm, some):
+        comm = ct.communicator(comm)
+        mine, plan = [share(sharding, comm, x) for x in inputs], ct.carry(sharding, comm, how)
+        initial = torch.zeros(batch.sequences, states, dtype=torch.float64) if some and comm.rank else None
+        o, final = ct.gated_delta_rule(*mine, plan, comm, initial=initial, final=True)
+        (o.sum() + final.sum() if comm.rank else o.sum()).backward()
+        return [x.grad for x in mine]
+
+    def one(comm):
+        whole_inputs, all_of = [x.clone().requires_grad_() for x in inputs], cpx.shard(batch, cpx.sequential(1))
+        o, final = ct.gated_delta_rule(*whole_inputs, ct.carry(all_of, comm, how), comm, final=True)
+        (o.sum() + final.sum()).backward()  # all sequences end on the last of two ranks
+        return [x.grad for x in whole_inputs]
+
+    with pytest.raises(cpx.Error, match=r"gated_delta_rule: .*initial states.*none \(rank 0\), given \(rank 1\)"):
+        cpx.run(2, program, True)
+    made = cpx.run(2, program, False)
+    expected = one_rank(one)
+    for i, wanted in enumerate(expected):
+        near(whole(sharding, [grads[i] for grads in made]), wanted, torch.float64)
+
+
+@pytest.mark.parametrize("name", recurrences)
+def test_a_scale_of_nothing_is_nothing_and_an_integer_fills_as_it_is(name):
+    def program(comm):
+        s = cpx.shard(batch, cpx.zigzag(1))
+        inputs = [x.requires_grad_() for x in delta_inputs(name)]
+        o = getattr(ct, name)(*inputs, ct.carry(s, comm), comm, scale=0.0)
+        o.sum().backward()
+        assert not o.any() and not inputs[2].grad.any()
+        labels = ct.shift_rows(torch.zeros(batch.tokens, 1, dtype=torch.int64), ct.halo(s, comm, 1), comm, 2**53 + 1)
+        assert labels.max() == 2**53 + 1
+
+    one_rank(program)
 
 
 def test_a_recurrence_runs_on_a_share_of_the_heads():
@@ -943,6 +985,38 @@ def wrong_calls(comm):
     yield "ExpertExchange.to_tokens: device of x", lambda: at.to_tokens(x.to("meta"))
     yield "ExpertExchange.to_experts: experts.*is gone", lambda: torch.ops.cpx.to_experts(x, [10, 4], 10, 1, -1)
     yield "exchange: plan.*is gone", lambda: torch.ops.cpx.exchange(x, -1, comm.handle, [10, 4])
+    yield "gated_delta_rule: chunk: expected int, got float", (
+        lambda: ct.gated_delta_rule(*delta, carry, comm, chunk=64.5)
+    )
+    yield "attention_plan: queries: expected cpx.Sharding, got NoneType", (
+        lambda: ct.attention_plan(None, zigzag, (2, 2, 3), comm)
+    )
+    yield r"carry: heads: expected Sequence\[int\] or None, got int", lambda: ct.carry(zigzag, comm, heads=4)
+    yield r"carry: heads: expected Sequence\[int\] or None, got str", lambda: ct.carry(zigzag, comm, heads="abcd")
+    yield "relayout: source: expected cpx.Sharding, got dict", lambda: ct.relayout({}, zigzag, comm)
+    yield "halo: reach: expected int, got list", lambda: ct.halo(zigzag, comm, [])
+    yield r"gated_delta_net_plan: heads: expected Sequence\[int\], got int", (
+        lambda: ct.gated_delta_net_plan(zigzag, 4, comm)
+    )
+    yield "gated_delta_net: weights: expected Mapping.*got Tensor", lambda: ct.gated_delta_net(row, row, layer, comm)
+    yield "gated_rms_norm: eps: expected float, got str", lambda: ct.gated_rms_norm(x, x, w[0], "a")
+    yield "put_features: kind: expected str, got int", lambda: ct.put_features(x, f, shown, 3)
+    yield "mrope_positions: image: expected int or None, got str", (
+        lambda: ct.mrope_positions(media, zigzag, tokens, comm, "a")
+    )
+    yield "ExpertExchange: experts: expected int, got str", (
+        lambda: ct.ExpertExchange(torch.zeros(10, 1, dtype=torch.int64), "2", range(10), comm)
+    )
+    yield "ExpertExchange.to_experts: width: expected int or None, got Relayout", lambda: at.to_experts(x, relayout)
+    yield "ExpertExchange.to_experts: width: expected int or None, got Tensor", lambda: at.to_experts(x, x)
+    for dtype, fill, wanted in (
+        (torch.int32, 2**40, "an integer of 32 bits"), (torch.int64, 0.5, "an integer of 64 bits"),
+        (torch.int64, math.inf, "an integer of 64 bits"), (torch.float32, "a", "a number, got str"),
+        (torch.float16, 1e6, "a number that a float of 16 bits holds"),
+    ):
+        yield f"shift_rows: fill: expected {wanted}", (
+            lambda y=x.to(dtype), fill=fill: ct.shift_rows(y, ct.halo(zigzag, comm, 1), comm, fill)
+        )
 
 
 def test_a_mistake_is_named_with_the_line_of_the_caller():
@@ -950,6 +1024,20 @@ def test_a_mistake_is_named_with_the_line_of_the_caller():
         for text, call in wrong_calls(comm):
             with pytest.raises(cpx.Error, match="^test_torch.py:[0-9]+: " + text):
                 call()
+
+    one_rank(program)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_mistake_that_compiled_code_makes_has_the_line_of_the_caller(backend):
+    torch._dynamo.reset()
+
+    def program(comm):
+        s = cpx.shard(small, cpx.zigzag(1))
+        plan = ct.relayout(s, s, comm)
+        call = torch.compile(lambda x: ct.exchange(x[:9], plan, comm) + 1, backend=backend)
+        with pytest.raises(cpx.Error, match="^test_torch.py:[0-9]+: exchange, source: rows.*10.*9"):
+            call(torch.zeros(10, 4))
 
     one_rank(program)
 

@@ -17,6 +17,7 @@
 #include <chrono>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <thread>
 
 namespace {
@@ -437,7 +438,13 @@ TEST_SUITE("cuda") {
             meet();
             rejects({"nccl_delta_rule.cu", "ranks disagree on scale", "0.25 (rank 0), 1 (rank 1)"}, [&] {
                 cpx::gated_delta_rule(plan, tensors{q, k, v, g, beta, written}, {1, 2, 16, 8},
-                                      {.scale = rank == 0 ? 0 : 1.0}, comm);
+                                      {.scale = rank == 0 ? std::nullopt : std::optional(1.0)}, comm);
+            });
+            meet();
+            rejects({"nccl_delta_rule.cu", "ranks disagree on initial states", "none (rank 0), given (rank 1)"}, [&] {
+                tensors some{q, k, v, g, beta, written};
+                if (rank == 1) some.initial = rows(states.data(), 3, 256);
+                cpx::gated_delta_rule(plan, some, {1, 2, 16, 8}, {}, comm);
             });
             auto dk = tensor(sharding, 16, stream), dv = tensor(sharding, 16, stream), dg = tensor(sharding, 2, stream),
                  dbeta = tensor(sharding, 2, stream);

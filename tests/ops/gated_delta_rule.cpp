@@ -34,7 +34,8 @@ std::vector<delta<T>> problems() {
     support::splitmix numbers(5);
     std::vector<delta<T>> list;
     for (std::size_t i = 0; i < 20; ++i) {
-        cpx::delta_rule_options const options{chunks[i % 4], i % 3 != 0, i % 7 == 0 ? 0.5 : 0.};
+        cpx::delta_rule_options const options{chunks[i % 4], i % 3 != 0,
+                                              i % 7 == 0 ? std::optional(0.5) : std::nullopt};
         double const decay = i % 4 == 0 ? 0 : i % 4 == 1 ? 1e-3 : i % 4 == 2 ? 0.3 : 3;
         list.push_back(random_delta<T>(random_batch(numbers, 6), heads[i % 5], options, decay, i % 2 == 1, i));
     }

@@ -80,7 +80,7 @@ outcome<double> recurrence(head<T> const& h, cpx::delta_rule_options const& opti
         auto const q = row(h.q, t), k = row(h.k, t);
         double const decay = std::exp(static_cast<double>(h.g.view()(t, 0))),
                      beta = static_cast<double>(h.beta.view()(t, 0));
-        double const scale = options.scale != 0 ? options.scale : 1 / std::sqrt(static_cast<double>(dk));
+        double const scale = options.scale ? *options.scale : 1 / std::sqrt(static_cast<double>(dk));
         for (size e = 0; e < dv; ++e) {
             double stored = 0, read = 0;
             for (size d = 0; d < dk; ++d) stored += (s(d, e) *= decay) * k[static_cast<std::size_t>(d)];
@@ -151,7 +151,7 @@ TEST_SUITE("ops") {
                         for (size t = 0; t < n; ++t)
                             for (size d = 0; d < dk; ++d) h.k.view()(t, d) /= 3;
                     auto const start = bits::uniform<T>(dk, dv, 9);
-                    cpx::delta_rule_options const options = {chunk, l2norm, l2norm ? 0 : 0.7};
+                    cpx::delta_rule_options const options = {chunk, l2norm, l2norm ? std::optional<double>() : 0.7};
                     CAPTURE(decay);
                     CAPTURE(chunk);
                     check_agree(forward(h, 3, options, start), recurrence(h, options, start));

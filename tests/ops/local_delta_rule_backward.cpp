@@ -98,7 +98,7 @@ scattered<T> end_of(head<T> const& h, size first, cpx::delta_rule_options const&
 /// The backward of the recurrence, token by token, in double.
 outcome<double> recurrence(head<double> const& h, cpx::delta_rule_options const& options) {
     size const n = h.k.view().count(), dk = h.k.view().width(), dv = h.v.view().width();
-    double const scale = options.scale != 0 ? options.scale : 1 / std::sqrt(static_cast<double>(dk));
+    double const scale = options.scale ? *options.scale : 1 / std::sqrt(static_cast<double>(dk));
     auto const normalised = [&](scattered<double> const& x, size t, double& factor) {
         std::vector<double> y(x.view().row(t), x.view().row(t) + dk);
         double squares = 1e-6;
@@ -193,7 +193,7 @@ TEST_SUITE("ops") {
                 for (size const chunk : {1, 2, 7, 64, 500})
                     for (size const n : {1, 150}) {
                         auto const h = random_head<T>(n, 9, 5, decay);
-                        cpx::delta_rule_options const options = {chunk, l2norm, l2norm ? 0 : 0.7};
+                        cpx::delta_rule_options const options = {chunk, l2norm, l2norm ? std::optional<double>() : 0.7};
                         CAPTURE(decay);
                         CAPTURE(l2norm);
                         CAPTURE(chunk);

@@ -155,7 +155,7 @@ reference::result<double> by_token(problem<R, double> const& p) {
     auto const& h = p.r.heads;
     auto const in = p.sections();
     index_t const wide = width(in), channels = in[3].width, group = h.value_heads / h.key_heads;
-    double const scale = p.r.options.scale != 0 ? p.r.options.scale : 1 / std::sqrt(static_cast<double>(h.key_dim));
+    double const scale = p.r.options.scale ? *p.r.options.scale : 1 / std::sqrt(static_cast<double>(h.key_dim));
     reference::result<double> result{
         std::vector<double>(static_cast<std::size_t>(p.batch.tokens() * width(p.outputs()))), {}};
     for (index_t s = 0; s < p.batch.sequences(); ++s)
@@ -319,7 +319,7 @@ void check_tokens() {
     for (std::size_t i = 0; i < 15; ++i) {
         CAPTURE(i);
         index_t const chunks[] = {1, 7, 64};
-        R const r{heads[i % 5], {.chunk = chunks[i % 3], .scale = i % 2 ? 0.7 : 0.}};
+        R const r{heads[i % 5], {.chunk = chunks[i % 3], .scale = i % 2 ? std::optional(0.7) : std::nullopt}};
         auto const p = random_problem<R, T>(random_batch(numbers, 4), r, decays[i / 3], i % 4 > 0, i);
         auto const expected = by_token(p.template as<double>());
         auto const got = run<cpx::scan>(p, random_upstream(p, true, i), one_rank(p.batch));
@@ -672,8 +672,8 @@ TEST_SUITE("ops") {
         std::atomic<int> written = 0;
         for (int const ranks : {2, 3}) {
             auto const told = [&](std::string const& field, std::string const& first, std::string const& last,
-                                  auto const& r, auto const& odd, bool backward = false) {
-                auto const run = [&](auto const& of, cpx::threads& comm) {
+                                  auto const& r, auto const& odd, bool backward = false, bool odd_has_states = false) {
+                auto const run = [&](auto const& of, cpx::threads& comm, bool has_states) {
                     using R = std::remove_cvref_t<decltype(of)>;
                     static constexpr std::size_t N = cpx::recurrence_inputs<R>;
                     by_tokens const sharding = cpx::shard(lengths({12}), cpx::sequential<>(ranks));
@@ -694,10 +694,12 @@ TEST_SUITE("ops") {
                         }(std::make_index_sequence<N>());
                     };
                     index_t const width = of.states().state_width();
-                    cpx::recurrence_tensors const t{
-                        views(inputs), o.view(), {}, cpx::rows<double>(final, width), &saved};
-                    cpx::recurrence_gradients const to{
-                        dout.view(), views(gradients), {}, cpx::rows<double>(dinitial, width)};
+                    auto const before = final;
+                    auto const given = has_states ? cpx::rows<double const>(before, width) : cpx::rows<double const>();
+                    cpx::recurrence_tensors const t{views(inputs), o.view(), given, cpx::rows<double>(final, width),
+                                                    &saved};
+                    cpx::recurrence_gradients const to{dout.view(), views(gradients), given,
+                                                       cpx::rows<double>(dinitial, width)};
                     auto const plan = cpx::carry<How>(sharding, comm.rank());
                     auto const maps = cpx::detail::inner_segments(plan.links) * of.states().map_width();
                     if (backward) {
@@ -721,7 +723,8 @@ TEST_SUITE("ops") {
                                   "got " + first + others + last + " (rank " + std::to_string(ranks - 1) + ')'},
                                  [&] {
                                      cpx::threads::run(ranks, [&](cpx::threads& comm) {
-                                         comm.rank() == ranks - 1 ? run(odd, comm) : run(r, comm);
+                                         comm.rank() == ranks - 1 ? run(odd, comm, odd_has_states)
+                                                                  : run(r, comm, false);
                                      });
                                  });
             };
@@ -741,6 +744,10 @@ TEST_SUITE("ops") {
                      kimi_delta_attention{{1, 1, 4, 4}, {.scale = 0.1}}, backward);
                 told("norm of q and k", "taken", "none", kimi_delta_attention{{1, 1, 4, 4}},
                      kimi_delta_attention{{1, 1, 4, 4}, {.qk_l2norm = false}}, backward);
+                told("initial states (in the backward dfinal)", "none", "given", head_decay_attention{{1, 1, 2, 4}},
+                     head_decay_attention{{1, 1, 2, 4}}, backward, true);
+                told("scale", "0.5", "0", kimi_delta_attention{{1, 1, 4, 4}},
+                     kimi_delta_attention{{1, 1, 4, 4}, {.scale = 0}}, backward);
             }
         }
         CHECK(written == 0);

@@ -127,7 +127,7 @@ inline result<double> run(delta<double> const& p) {
     auto const& h = p.heads;
     index_t const width = on_ranks::width(p.sections()), keys = h.key_heads * h.key_dim, dim = h.key_dim,
                   wide = h.value_dim, state = p.state();
-    double const scale = p.options.scale != 0 ? p.options.scale : 1 / std::sqrt(static_cast<double>(dim));
+    double const scale = p.options.scale ? *p.options.scale : 1 / std::sqrt(static_cast<double>(dim));
     result<double> out{std::vector<double>(static_cast<size_t>(p.batch.tokens() * h.value_heads * wide)), {}};
     for (index_t s = 0; s < p.batch.sequences(); ++s)
         for (index_t head = 0; head < h.value_heads; ++head) {

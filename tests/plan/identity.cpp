@@ -89,6 +89,9 @@ TEST_SUITE("plan") {
         CHECK(difference(named(halo, {0, word("given")}), named(halo, {0, word("none")})) == "bias");
         CHECK(difference(named(carry, {0, 0, 0, word("matrix")}), named(carry, {0, 0, 0, word("vector")})) ==
               "kind of map");
+        CHECK(difference(named(carry, {0, 0, 0, 0, 0, 0, 0, word("given")}),
+                         named(carry, {0, 0, 0, 0, 0, 0, 0, word("none")})) ==
+              "initial states (in the backward dfinal)");
         CHECK(difference(named(carry, {0, 0, 0, 0, 0, real(0.1)}),
                          named(carry, {0, 0, 0, 0, 0, real(std::nextafter(0.1, 1))})) == "scale");
         CHECK(difference(named(carry, {0, 0, 0, 0, 0, real(0.0)}), named(carry, {0, 0, 0, 0, 0, real(-0.0)})) ==

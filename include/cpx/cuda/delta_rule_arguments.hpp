@@ -14,6 +14,7 @@
 #include <cmath>
 #include <concepts>
 #include <initializer_list>
+#include <optional>
 #include <span>
 #include <string>
 
@@ -30,7 +31,7 @@ enum class erases { no, yes };
 struct gated_delta_rule_shape {
     index_t key_heads = 1, value_heads = 1; ///< a multiple of the key heads: value head h reads key head h / group
     index_t key_dim = 128, value_dim = 128; ///< at most 256, any
-    double scale = 0;                       ///< factor of q; 0: 1 / sqrt(key_dim)
+    std::optional<double> scale = {};       ///< factor of q; none: 1 / sqrt(key_dim)
     /// Chunks of 64 tokens that kernels run as one, a stretch of a sequence; 0: chosen. By scan, bits depend on it.
     index_t stretch = 0;
     /// Tensor cores: stretches are folded beside each other, and their steps of the state joined. Faster where
@@ -125,7 +126,7 @@ kernels::delta_rows<T> delta_view(rows<T> r) {
 }
 
 inline float delta_scale_of(gated_delta_rule_shape const& shape) {
-    return static_cast<float>(shape.scale != 0 ? shape.scale : 1 / std::sqrt(static_cast<double>(shape.key_dim)));
+    return static_cast<float>(shape.scale ? *shape.scale : 1 / std::sqrt(static_cast<double>(shape.key_dim)));
 }
 
 /// Throws `cpx::error` unless `states` is empty or one for each sequence and value head.

@@ -78,9 +78,10 @@ std::vector<operand> operands(X const& x, std::array<std::string, N> const& name
     return list;
 }
 
-/// Returns what must be alike on all ranks that hand on the states of a recurrence, and in its forward and backward.
+/// Returns what must be alike on all ranks that hand on the states of a recurrence, and in its forward and backward;
+/// and in one of these whether there are states, `given`, that sequences begin with on their way.
 template <class R>
-identity::arguments recurrence_arguments(R const& r) {
+identity::arguments recurrence_arguments(R const& r, bool given = false) {
     static constexpr std::array maps{identity::word("matrix"), identity::word("vector"), identity::word("number")};
     state_shape const all = r.states();
     recurrence_settings settings;
@@ -92,7 +93,8 @@ identity::arguments recurrence_arguments(R const& r) {
             maps[static_cast<std::size_t>(all.map)],
             number(settings.chunk),
             std::bit_cast<std::uint64_t>(settings.scale),
-            settings.normalises ? identity::word("taken") : identity::word("none")};
+            settings.normalises ? identity::word("taken") : identity::word("none"),
+            identity::word(given ? "given" : "none")};
 }
 
 /// Says which forward saved states: on which sharding of which batch, of which rank and by which recurrence; and
@@ -167,7 +169,7 @@ void run_recurrence(carry_plan<How, S> const& plan, R const& r, Tensors const& t
     char const* const where = r.name;
     state_shape const shape = held_states(plan, r);
     Local local(where, plan, r, t, memory, here);
-    memory.prepare(plan, shape, recurrence_arguments(r), here);
+    memory.prepare(plan, shape, recurrence_arguments(r, t.initial.data() != nullptr), here);
     if (t.saved) {
         memory.renew(t.saved->starts, where, {std::ssize(plan.segments), shape.state_width()}, here);
         t.saved->of = saved_by(plan, r, std::same_as<How, scan>);
@@ -212,7 +214,7 @@ void run_recurrence_backward(carry_plan<How, S> const& plan, R const& r, Tensors
     char const* const where = name.c_str();
     state_shape const shape = held_states(plan, r);
     Local local(where, plan, r, t, to, memory, here);
-    memory.prepare(plan, shape, recurrence_arguments(r), here);
+    memory.prepare(plan, shape, recurrence_arguments(r, to.dfinal.data() != nullptr), here);
     recurrence_pass<T, Local, Memory> pass(plan, shape, side::after, to.dfinal, to.dinitial, t.saved->starts.data(),
                                            t.saved->maps.data(), local, memory);
     typename Memory::template buffer<T> maps;
@@ -224,13 +226,14 @@ void run_recurrence_backward(carry_plan<How, S> const& plan, R const& r, Tensors
 /// Throws unless the plan is this rank's and all ranks have the same, and one recurrence; before anything is written.
 /// Where no state moves ranks do not meet.
 template <class T, carry_kind How, any_sharding S, class R, class Comm>
-void agree_on_host(char const* where, carry_plan<How, S> const& plan, side from, R const& r, Comm& comm, caller here) {
+void agree_on_host(char const* where, carry_plan<How, S> const& plan, side from, R const& r, bool given, Comm& comm,
+                   caller here) {
     require_own(where, "rank of the plan", plan.rank, plan.sharding.ranks(), comm.rank(), comm.ranks(), here);
     if (S::every_row || plan.steps == 0) return;
     state_shape const shape = held_states(plan, r);
     index_t const state = shape.state_width(), map = shape.map_width();
     auto const compare_first = [&](cpx::plan const& step, index_t row) {
-        agree(comm, identity_of<T>(step, row, {where, recurrence_arguments(r)}), step, here, where);
+        agree(comm, identity_of<T>(step, row, {where, recurrence_arguments(r, given)}), step, here, where);
     };
     if constexpr (std::same_as<How, serial>)
         compare_first(plan.step(0, from), state);
@@ -242,7 +245,8 @@ void agree_on_host(char const* where, carry_plan<How, S> const& plan, side from,
 template <carry_kind How, any_sharding S, class R, class T, std::size_t N, class Comm>
 void recur_on_host(carry_plan<How, S> const& plan, R const& r, recurrence_tensors<T, S, N> const& t, Comm& comm,
                    caller here) {
-    agree_on_host<typename recurrence_tensors<T, S, N>::state>(r.name, plan, side::before, r, comm, here);
+    agree_on_host<typename recurrence_tensors<T, S, N>::state>(r.name, plan, side::before, r,
+                                                               t.initial.data() != nullptr, comm, here);
     states_on_host<Comm> memory{comm};
     run_recurrence<host_forward<R, T, S, Comm>>(plan, r, t, memory, here);
 }
@@ -250,7 +254,8 @@ template <carry_kind How, any_sharding S, class R, class T, std::size_t N, class
 void recur_backward_on_host(carry_plan<How, S> const& plan, R const& r, recurrence_tensors<T, S, N> const& t,
                             recurrence_gradients<T, S, N> const& to, Comm& comm, caller here) {
     std::string const name = backward_name(r);
-    agree_on_host<typename recurrence_tensors<T, S, N>::state>(name.c_str(), plan, side::after, r, comm, here);
+    agree_on_host<typename recurrence_tensors<T, S, N>::state>(name.c_str(), plan, side::after, r,
+                                                               to.dfinal.data() != nullptr, comm, here);
     states_on_host<Comm> memory{comm};
     run_recurrence_backward<host_backward<R, T, S, Comm>>(plan, r, t, to, memory, here);
 }

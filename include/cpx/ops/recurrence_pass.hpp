@@ -22,9 +22,9 @@ struct recurrence_saved {
 /// rank holds.
 ///
 /// x: in the order of `inputs()`; o: (rows, heads * values). States: (sequences, heads * keys * values), or empty rows
-/// for none. `initial` is read on the rank where a sequence begins; `final` is written on the rank where it ends (rank
-/// 0 if it has no tokens) and elsewhere left alone; they may be the same. `saved`, unless null, takes what the
-/// backward needs.
+/// for none. `initial`, on all ranks or on none, is read on the rank where a sequence begins; `final` is written on the
+/// rank where it ends (rank 0 if it has no tokens) and elsewhere left alone; they may be the same. `saved`, unless
+/// null, takes what the backward needs.
 template <class T, any_sharding S, std::size_t N>
 struct recurrence_tensors {
     using state = T;
@@ -49,9 +49,10 @@ recurrence_tensors(...) -> recurrence_tensors<detail::refused, sharding<sequenti
 
 /// What goes into and comes out of the backward of a recurrence, shaped and sharded as in `recurrence_tensors`.
 ///
-/// dout: the gradient of o; dfinal: of the final states, read on the rank where a sequence ends, or empty rows. dx is
-/// written; dinitial, unless empty, on the rank where a sequence begins, and may be dfinal. On `head_sharded`, every
-/// rank that holds a head gets its whole gradient; dout is whole on every rank that holds its head, too.
+/// dout: the gradient of o; dfinal: of the final states, on all ranks or empty rows on all, read on the rank where a
+/// sequence ends. dx is written; dinitial, unless empty, on the rank where a sequence begins, and may be dfinal. On
+/// `head_sharded`, every rank that holds a head gets its whole gradient; dout is whole on every rank that holds its
+/// head, too.
 template <class T, any_sharding S, std::size_t N>
 struct recurrence_gradients {
     sharded_field<T const, S> dout;

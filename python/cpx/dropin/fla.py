@@ -8,6 +8,7 @@ of any size and ranks with fewer rows than the convolution's history. A call wit
 """
 
 import bisect
+import collections.abc
 import dataclasses
 import itertools
 import numbers
@@ -16,9 +17,12 @@ import torch
 import torch.nn.functional as F
 
 import cpx
+import cpx.torch
 
 from . import _common
 from ._common import communicator, integer, integers, packed, sharding, tensors
+
+Offsets = torch.Tensor | collections.abc.Sequence[int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,33 +36,37 @@ class CPContext:
     """
 
     group: object = None
-    cu_seqlens: object = None
-    cu_seqlens_cpu: object = None
-    is_last_rank: object = None
-    pre_num_ranks: object = None
-    is_first_rank: object = None
-    post_num_ranks: object = None
-    conv1d_kernel_size: object = None
-    pre_num_conv_tokens: object = None
-    sharding: object = None
-    comm: object = None
+    cu_seqlens: torch.Tensor | None = None
+    cu_seqlens_cpu: torch.Tensor | None = None
+    is_last_rank: bool | None = None
+    pre_num_ranks: int | None = None
+    is_first_rank: bool | None = None
+    post_num_ranks: int | None = None
+    conv1d_kernel_size: int | None = None
+    pre_num_conv_tokens: int | None = None
+    sharding: cpx.Sharding | None = None
+    comm: cpx.torch.Communicator | None = None
     carry: str = "scan"
 
     @property
-    def num_seqs(self):
+    def num_seqs(self) -> int:
+        """How many sequences have rows of this rank."""
         return 0 if self.cu_seqlens is None else len(self.cu_seqlens) - 1
 
     @property
-    def is_cp_enabled(self):
+    def is_cp_enabled(self) -> bool:
+        """Whether it is of a group."""
         return self.group is not None
 
-    def copy_for_backward(self):
+    def copy_for_backward(self) -> "CPContext":
+        """Returns itself: it does not change."""
         return self
 
 
 def get_cp_cu_seqlens(
-    cu_seqlens, cu_seqlens_cpu=None, world_size=None, rank=None, group=None, conv1d_kernel_size=None, *, carry="scan"
-):
+    cu_seqlens: Offsets, cu_seqlens_cpu: Offsets | None = None, world_size: int | None = None, rank: int | None = None,
+    group: object = None, conv1d_kernel_size: int | None = None, *, carry: str = "scan"
+) -> CPContext:
     """Returns the context of a rank, told or of a group; with the group it can be computed with. Local."""
     comm = None if group is None else communicator(group)
     if comm is not None:
@@ -85,7 +93,10 @@ def get_cp_cu_seqlens(
     )
 
 
-def build_cp_context(cu_seqlens, group, conv1d_kernel_size=None, cu_seqlens_cpu=None, *, carry="scan"):
+def build_cp_context(
+    cu_seqlens: Offsets, group: object, conv1d_kernel_size: int | None = None, cu_seqlens_cpu: Offsets | None = None, *,
+    carry: str = "scan"
+) -> CPContext:
     """Returns the context of this rank of a group, for the batch with these global offsets. Local.
 
     cu_seqlens_cpu: the same on the host, which saves waiting for the device. carry, beyond the peer's: "scan", all
@@ -120,9 +131,12 @@ def _rows(where, context, states, **of_rows):
 
 
 def causal_conv1d(
-    x, weight=None, bias=None, residual=None, initial_state=None, output_final_state=False, activation=None,
-    backend="triton", cu_seqlens=None, cu_seqlens_cpu=None, chunk_indices=None, cp_context=None, **kwargs
-):
+    x: torch.Tensor, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None, initial_state: torch.Tensor | None = None, output_final_state: bool = False,
+    activation: str | None = None, backend: str = "triton", cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens_cpu: torch.Tensor | None = None, chunk_indices: torch.Tensor | None = None,
+    cp_context: CPContext | None = None, **kwargs: object
+) -> tuple[torch.Tensor, object]:
     """Causal depthwise convolution of x, (1, rows, channels). weight: (channels, K). Returns (y, None). Collective.
 
     The gradients of weight and bias are this rank's share. activation: None, "silu" or "swish".
@@ -147,10 +161,12 @@ def causal_conv1d(
 
 
 def chunk_gated_delta_rule(
-    q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False,
-    use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, state_v_first=False, cu_seqlens=None,
-    cu_seqlens_cpu=None, chunk_indices=None, cp_context=None, **kwargs
-):
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, scale: float | None = None,
+    initial_state: torch.Tensor | None = None, output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False, state_v_first: bool = False,
+    cu_seqlens: torch.Tensor | None = None, cu_seqlens_cpu: torch.Tensor | None = None,
+    chunk_indices: torch.Tensor | None = None, cp_context: CPContext | None = None, **kwargs: object
+) -> tuple[torch.Tensor, object]:
     """The gated delta rule of q, k: (1, rows, key heads, dim), v, g, beta: (1, rows, value heads, ...). Collective.
 
     Returns (o, None), o as v. state_v_first says how states lie in memory: here none are handed over. chunk_size, 16,

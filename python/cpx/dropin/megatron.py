@@ -10,6 +10,7 @@ Sequences may have any length; widths of sections are multiples of the ranks, as
 import reprlib
 
 import cpx
+import torch
 
 from ._common import by_heads, communicator, integer, integers, move, packed, sharding, tensors, zigzag
 
@@ -65,8 +66,9 @@ def _to_tokens(where, tensor, comm, sections, cu, balanced):
 
 
 def tensor_a2a_cp2hp(
-    tensor, seq_dim, head_dim, cp_group, split_sections=None, undo_attention_load_balancing=True
-):
+    tensor: torch.Tensor, seq_dim: int, head_dim: int, cp_group: object,
+    split_sections: list[int] | tuple[int, ...] | None = None, undo_attention_load_balancing: bool = True
+) -> torch.Tensor:
     """Exchanges (S / W, batch, F), a share of the tokens, for (S, batch, F / W), of each section a share. Collective.
 
     undo_attention_load_balancing: the tokens are zigzag; else they lie one rank's behind another's.
@@ -81,8 +83,9 @@ def tensor_a2a_cp2hp(
 
 
 def tensor_a2a_hp2cp(
-    tensor, seq_dim, head_dim, cp_group, split_sections=None, redo_attention_load_balancing=True
-):
+    tensor: torch.Tensor, seq_dim: int, head_dim: int, cp_group: object,
+    split_sections: list[int] | tuple[int, ...] | None = None, redo_attention_load_balancing: bool = True
+) -> torch.Tensor:
     """Exchanges (S, batch, F / W) for (S / W, batch, F): the inverse. split_sections: of a rank's share. Collective."""
     where = "tensor_a2a_hp2cp"
     comm = _comm(where, tensor, cp_group)
@@ -93,7 +96,10 @@ def tensor_a2a_hp2cp(
     return _to_tokens(where, tensor, comm, sections, cu, redo_attention_load_balancing)
 
 
-def a2a_cp_to_hp(qkvzba, in_proj_split_sections, cp_size, cp_group, cu_seqlens_q, seq_len, packed_seq_params):
+def a2a_cp_to_hp(
+    qkvzba: torch.Tensor, in_proj_split_sections: list[int] | tuple[int, ...], cp_size: int, cp_group: object,
+    cu_seqlens_q: torch.Tensor | list[int] | tuple[int, ...] | None, seq_len: int, packed_seq_params: object
+) -> tuple[torch.Tensor, tuple[int, ...] | None]:
     """Exchanges tokens for features of all sections, of a packed batch or of rows of one length. Collective.
 
     qkvzba: (seq_len / W, batch, F), zigzag. Returns (seq_len, batch, F / W) and what `a2a_hp_to_cp` wants: the offsets
@@ -111,7 +117,10 @@ def a2a_cp_to_hp(qkvzba, in_proj_split_sections, cp_size, cp_group, cu_seqlens_q
     return _to_features(where, qkvzba, comm, sections, cu, True), cu if is_packed else None
 
 
-def a2a_hp_to_cp(norm_out, cp_size, cp_group, packed_seq_params, thd_cp_a2a_inv):
+def a2a_hp_to_cp(
+    norm_out: torch.Tensor, cp_size: int, cp_group: object, packed_seq_params: object,
+    thd_cp_a2a_inv: tuple[int, ...] | None
+) -> torch.Tensor:
     """Exchanges features for tokens: (seq_len, batch, F / W) for (seq_len / W, batch, F), zigzag. Collective."""
     where = "a2a_hp_to_cp"
     comm, is_packed = _comm(where, norm_out, cp_group, cp_size), _is_packed(where, packed_seq_params)

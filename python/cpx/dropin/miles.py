@@ -8,6 +8,8 @@ Sequences whose length 2 W divides are zigzag, the others sequential, as the pad
 receives the rows that become its own, and no others; miles gathers all rows on all ranks.
 """
 
+from collections.abc import Sequence
+
 import torch
 
 import cpx
@@ -30,7 +32,9 @@ def _between(where, hidden_states, cu_seqlens, cp_group, cp_rank, cp_size):
     return sharding(_by_length, cu, cp_size), sharding(packed, cu, cp_size), comm
 
 
-def zigzag_to_packed_shard(hidden_states, cu_seqlens, cp_group, cp_rank, cp_size):
+def zigzag_to_packed_shard(
+    hidden_states: torch.Tensor, cu_seqlens: torch.Tensor | Sequence[int], cp_group: object, cp_rank: int, cp_size: int
+) -> torch.Tensor:
     """Moves rows from zigzag to equal parts of the packed batch. Collective, as is its backward.
 
     hidden_states: (rows, ...) of this rank; cu_seqlens: global offsets, padding included.
@@ -40,14 +44,16 @@ def zigzag_to_packed_shard(hidden_states, cu_seqlens, cp_group, cp_rank, cp_size
     return move(hidden_states, source, target, comm)
 
 
-def packed_shard_to_zigzag(hidden_states, cu_seqlens, cp_group, cp_rank, cp_size):
+def packed_shard_to_zigzag(
+    hidden_states: torch.Tensor, cu_seqlens: torch.Tensor | Sequence[int], cp_group: object, cp_rank: int, cp_size: int
+) -> torch.Tensor:
     """Moves rows back: the inverse of `zigzag_to_packed_shard`."""
     where = "packed_shard_to_zigzag"
     source, target, comm = _between(where, hidden_states, cu_seqlens, cp_group, cp_rank, cp_size)
     return move(hidden_states, target, source, comm)
 
 
-def natural_to_zigzag_slice(t, cp_size, cp_rank, dim):
+def natural_to_zigzag_slice(t: torch.Tensor, cp_size: int, cp_rank: int, dim: int) -> torch.Tensor:
     """Returns the entries of one whole sequence along `dim` that a rank holds zigzag; of any length. Local."""
     where = "natural_to_zigzag_slice"
     tensors(where, None, t=t)
@@ -61,7 +67,9 @@ def natural_to_zigzag_slice(t, cp_size, cp_rank, dim):
     return t.index_select(dim, torch.from_numpy(own).to(t.device))
 
 
-def reassemble_full_row(gathered, cu, cp_size):
+def reassemble_full_row(
+    gathered: Sequence[torch.Tensor], cu: torch.Tensor | Sequence[int], cp_size: int
+) -> torch.Tensor | None:
     """Returns a packed row in its own order, of the zigzag rows of all ranks; the inverse of slicing each sequence.
 
     gathered: a list of (rows, ...), by rank, of all ranks. None, as in miles, if 2 cp_size does not divide some length.

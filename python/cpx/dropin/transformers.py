@@ -13,6 +13,7 @@ backward, the model is this rank's, of one `with` at a time: ranks that are thre
 as it was, and log-probabilities and backward raise cpx.Error: what a checkpoint computes again would be the model's.
 """
 
+import collections.abc
 import contextlib
 import copy
 import functools
@@ -54,6 +55,19 @@ class Part:
     rows: the global row of each local one, int64 on the model's device. predicted: the tokens of the whole batch that
     another one of their sequence precedes, padding aside: what a mean of log-probabilities is divided by.
     """
+    rows: torch.Tensor
+    predicted: int
+    batch: cpx.thd
+    sharding: cpx.Sharding
+    linear: cpx.Sharding
+    everything: cpx.Sharding
+    comm: cpx.torch.Communicator
+    device: torch.device
+    carry: str
+    model: torch.nn.Module
+    offsets: list[int]
+    segments: list[list[int]]
+    known: torch.Tensor
 
     def __init__(self, model, language, batch, comm, layout, linear, carry):
         if carry not in ("scan", "serial"):
@@ -192,7 +206,10 @@ class Part:
                 local.deepstack_features = [mine(f) for f in local.deepstack_features]
         return local_of
 
-    def attention(self, module, query, key, value, scaling, dropout, window):
+    def attention(
+        self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+        scaling: float | None, dropout: float, window: int | None
+    ) -> torch.Tensor:
         """Causal attention of the local rows to the keys of all ranks; (1, heads, rows, dim) each."""
         if dropout or window is not None:
             got = f"dropout {dropout}, window {window}"
@@ -214,7 +231,7 @@ class Part:
         outs.append(values[None, :, :0].repeat_interleave(groups, 1))
         return torch.cat(outs, 2).transpose(1, 2)
 
-    def linear_attention(self, layer, hidden):
+    def linear_attention(self, layer: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
         """A gated delta net on hidden states (1, rows, hidden)."""
         x = hidden.squeeze(0)
         if self.linear is not self.sharding:
@@ -269,7 +286,10 @@ _gated_delta_net = (
 
 
 @contextlib.contextmanager
-def context_parallel(model, cu_seqlens, group, *, layout=None, linear="sequential", carry="scan"):
+def context_parallel(
+    model: torch.nn.Module, cu_seqlens: torch.Tensor | collections.abc.Sequence[int] | cpx.thd, group: object, *,
+    layout: cpx.Layout | None = None, linear: str = "sequential", carry: str = "scan"
+) -> collections.abc.Iterator[Part]:
     """Puts a model with its language model's head under context parallelism, for one packed batch. Yields a `Part`.
 
     model: ForCausalLM or ForConditionalGeneration of Qwen3.5, its mixture or Qwen3-VL, the same on every rank.

@@ -6,6 +6,8 @@
 `seq_to_head_shards` does it for q, k, v, b and a of a gated delta net at once: one exchange instead of five.
 """
 
+from collections.abc import Iterable
+
 import torch
 
 import cpx
@@ -46,19 +48,19 @@ def _move(where, tensors, comm, to_heads):
     return [p.reshape(len(y), n, count, -1).permute(2, 0, 1, 3).contiguous() for p, n in zip(parts, held)]
 
 
-def seq_to_head_shards(tensors, sequence_parallel):
+def seq_to_head_shards(tensors: Iterable[torch.Tensor], sequence_parallel: object) -> list[torch.Tensor]:
     """Exchanges tokens for heads of several tensors of one dtype, (batch, S / W, heads, dim) each, at once."""
     comm = _comm("seq_to_head_shards", sequence_parallel)
     return list(tensors) if comm is None else _move("seq_to_head_shards", tensors, comm, True)
 
 
-def seq_to_head_shard(tensor, sequence_parallel):
+def seq_to_head_shard(tensor: torch.Tensor, sequence_parallel: object) -> torch.Tensor:
     """Exchanges (batch, S / W, heads, dim) for (batch, S, heads / W, dim). Collective, as is its backward."""
     comm = _comm("seq_to_head_shard", sequence_parallel)
     return tensor if comm is None else _move("seq_to_head_shard", [tensor], comm, True)[0]
 
 
-def head_to_seq_shard(tensor, sequence_parallel):
+def head_to_seq_shard(tensor: torch.Tensor, sequence_parallel: object) -> torch.Tensor:
     """Exchanges (batch, S, heads / W, dim) for (batch, S / W, heads, dim): the inverse. Collective."""
     comm = _comm("head_to_seq_shard", sequence_parallel)
     return tensor if comm is None else _move("head_to_seq_shard", [tensor], comm, False)[0]

@@ -19,6 +19,10 @@ packings. Every rank makes the same calls in the same order, in the backward, to
 `torch.ops.cpx.NAME`. They have no double backward: asked for one they raise cpx.Error.
 """
 
+import torch as _torch
+
+from cpx._error import tell as _tell
+
 from ._attention import attention, attention_plan, rotary
 from ._experts import ExpertExchange
 from ._group import communicator
@@ -67,3 +71,5 @@ __all__ = [
     "shift_rows",
     "sum_over_ranks",
 ]
+
+_tell(globals(), (ExpertExchange,), _torch.compiler.is_compiling)

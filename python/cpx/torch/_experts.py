@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
@@ -90,7 +91,16 @@ class ExpertExchange(_Held):
     no graph captures its calls. On devices they are of the stream that was current when it was made.
     """
 
-    def __init__(self, chosen: torch.Tensor, experts: int, places: object, comm: AnyCommunicator):
+    device: torch.device
+    experts: int
+    own: tuple[int, int]
+    tokens: int
+    choices: int
+    count: int
+    begins: Any
+    places: Any
+
+    def __init__(self, chosen: torch.Tensor, experts: int, places: Any, comm: AnyCommunicator) -> None:
         where = "expert_exchange"
         comm = taken_comm(where, comm)
         check(where, comm.device, chosen=chosen)

@@ -115,7 +115,22 @@ _open_op = operator(
 class GatedDeltaNet:
     """The sizes of a gated delta net layer, and its plans of one rank. `gated_delta_net_plan` makes it."""
 
-    def __init__(self, sharding, rank, heads, how, kernel, chunk, eps):
+    rows: int
+    kernel: int
+    chunk: int
+    eps: float
+    heads: tuple[int, ...]
+    there: Relayout | None
+    back: Relayout | None
+    keys: tuple[int, int]
+    values: tuple[int, int]
+    lent: tuple[int, ...]
+    halo: Halo
+    carry: Carry
+
+    def __init__(
+        self, sharding: _ext.Sharding, rank: int, heads: Sequence[int], how: str, kernel: int, chunk: int, eps: float
+    ) -> None:
         require(len(heads) == 4, _where, "heads", "Heads(key_heads, value_heads, key_dim, value_dim)", heads)
         require(how in ("scan", "serial", "heads"), _where, "carry", '"scan", "serial", "heads"', repr(how))
         for name, size in ("kernel", kernel), ("chunk", chunk):

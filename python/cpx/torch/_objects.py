@@ -11,7 +11,8 @@ from __future__ import annotations
 import collections
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 
@@ -19,19 +20,24 @@ import cpx
 from cpx import _ext
 from cpx._error import Error, require
 
-_objects = {}  # weak references of handles; a WeakValueDictionary takes four times as long to find one
-_known = weakref.WeakKeyDictionary()  # of communicators of package cpx: handle and plans
+# Weak references of handles; a WeakValueDictionary takes four times as long to find one.
+_objects: dict[int, weakref.ref[Any]] = {}
+# Of communicators of package cpx: handle and plans.
+_known: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 _handles = itertools.count(1)
 
+Plan = TypeVar("Plan")
 cached_plans = 256  # of one communicator: more than one step uses, with plans of the steps before
 
 
 class _Held:
     """What has a handle. `of` is the object of package cpx."""
 
-    def __init__(self, of):
+    of: Any
+
+    def __init__(self, of: object) -> None:
         self.of = of
-        self.handle = _handle_of(self)
+        self.handle: int = _handle_of(self)
 
 
 def _handle_of(thing):
@@ -52,7 +58,14 @@ def held(where, what, handle):
 class Communicator:
     """One rank's end of a group of ranks. `communicator` makes it; all that are made of one share handle and plans."""
 
-    def __init__(self, of):
+    of: Any
+    rank: int
+    ranks: int
+    device: torch.device
+    handle: int
+    kept_chunk: int
+
+    def __init__(self, of: object) -> None:
         self.of = of
         self.rank, self.ranks, self.device = of.rank, of.ranks, torch.device(of.device)
         self.kept_chunk = getattr(of, "kept_chunk", 0)  # of devices: see there
@@ -82,7 +95,7 @@ class Communicator:
         if self.device.type != "cpu":
             self.of.wait()
 
-    def plan(self, kind, *key):
+    def plan(self, kind: Callable[..., Plan], *key: object) -> Plan:
         """Returns kind(*key), the one of an earlier call if there is one."""
         at = kind, *key
         found = self._plans.get(at)
@@ -94,7 +107,7 @@ class Communicator:
             self._plans.move_to_end(at)
         return found
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return f"cpx.torch.{self.of!r}".replace("cpx.torch.cpx.", "cpx.torch.")
 
 
@@ -104,7 +117,15 @@ AnyCommunicator = Communicator | _ext.Communicator  # what operators take
 class Relayout(_Held):
     """A plan between two shardings, for one rank, and that of gradients, its transposed. `relayout` makes it."""
 
-    def __init__(self, of, back=None):
+    of: _ext.Relayout
+    rank: int
+    ranks: int
+    source_rows: int
+    target_rows: int
+    source_width: int
+    target_width: int
+
+    def __init__(self, of: _ext.Relayout, back: _ext.Relayout | None = None) -> None:
         super().__init__(of)
         self.rank, self.ranks = of.rank, of.ranks
         self.source_rows, self.target_rows = of.source_rows, of.target_rows
@@ -112,7 +133,7 @@ class Relayout(_Held):
         self._back = back
 
     @property
-    def back(self):
+    def back(self) -> _ext.Relayout:
         """The plan of package cpx that moves everything back."""
         if self._back is None:
             self._back = self.of.transposed()
@@ -126,13 +147,19 @@ class Relayout(_Held):
 class Halo(_Held):
     """The rows beside a rank's segments, on both sides. `halo` makes it."""
 
-    def __init__(self, of):
+    of: _ext.Halo
+    rank: int
+    ranks: int
+    reach: int
+    side: str
+
+    def __init__(self, of: _ext.Halo) -> None:
         super().__init__(of)
         self.rank, self.ranks, self.reach, self.side = of.rank, of.ranks, of.reach, of.side
-        self._back = None
+        self._back: _ext.Halo | None = None
 
     @property
-    def back(self):
+    def back(self) -> _ext.Halo:
         """The plan of package cpx of the other side."""
         if self._back is None:
             other = "before" if self.side == "after" else "after"
@@ -143,7 +170,16 @@ class Halo(_Held):
 class Carry(_Held):
     """How recurrent states are handed along the segments of a sequence. `carry` makes it."""
 
-    def __init__(self, of, heads=None):
+    of: _ext.Carry
+    rank: int
+    segments: int
+    sequences: int
+    chunks: int
+    maps: int
+    heads: tuple[int, ...] | None
+    value_heads: int
+
+    def __init__(self, of: _ext.Carry, heads: Sequence[int] | None = None) -> None:
         super().__init__(of)
         self.rank, self.segments, self.sequences = of.rank, of.segments, of.sharding.batch.sequences
         self.chunks = of.sharding.rows(of.rank) // 64 + 2 * self.segments  # at most, of 64 tokens
@@ -161,7 +197,13 @@ class Carry(_Held):
 class Attention(_Held):
     """The shardings of queries and keys, and heads. `attention_plan` makes it."""
 
-    def __init__(self, queries, keys, heads, rank):
+    queries: _ext.Sharding
+    keys: _ext.Sharding
+    heads: tuple[int, ...]
+    rank: int
+    query_heads: int
+
+    def __init__(self, queries: _ext.Sharding, keys: _ext.Sharding, heads: tuple[int, ...], rank: int) -> None:
         super().__init__(None)
         self.queries, self.keys, self.heads, self.rank = queries, keys, heads, rank
         first, last = queries.heads(rank, heads[0])
@@ -174,7 +216,11 @@ class Positions(_Held):
     axes: (3, rows) int64, time, height and width, as `rotary` takes them. All its tensors are on the ranks' device.
     """
 
-    def __init__(self, of, device):
+    of: _ext.Positions
+    device: torch.device
+    axes: torch.Tensor
+
+    def __init__(self, of: _ext.Positions, device: torch.device) -> None:
         super().__init__(of)
         self.device = device
         self.axes = torch.from_numpy(of.axes).to(device)

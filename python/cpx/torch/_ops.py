@@ -7,7 +7,8 @@ Kernels get handles; fakes get sizes and look nothing up.
 from __future__ import annotations
 
 import math
-from typing import Any
+from operator import index
+from typing import Any, Literal, Protocol, overload
 
 import torch
 
@@ -87,6 +88,18 @@ def exchange(x: torch.Tensor, plan: Relayout | _ext.Relayout, comm: AnyCommunica
 # shift_rows
 
 
+def _number(where, name, x):
+    """Returns a number as operators take it: an integer as it is."""
+    if isinstance(x, (int, float)):
+        return x
+    for of in index, float:
+        try:
+            return of(x)
+        except (TypeError, ValueError):
+            pass
+    raise Error(where, name, "a number", type(x).__name__)
+
+
 def _shift(x, plan, comm, fill):
     p, c = _held("shift_rows", plan, comm)
     y = contiguous_like(x)
@@ -105,7 +118,7 @@ _shift_back = backward_operator(
     "shift_rows_backward(Tensor dy, SymInt plan, SymInt comm) -> Tensor", _shift_backward, contiguous_like
 )
 _shift_op = operator(
-    "shift_rows(Tensor x, SymInt plan, SymInt comm, float fill) -> Tensor", _shift, contiguous_like,
+    "shift_rows(Tensor x, SymInt plan, SymInt comm, Scalar fill) -> Tensor", _shift, contiguous_like,
     lambda ctx, args, y: keep(ctx, "shift_rows", args[1], args[2]),
     lambda ctx, dy: (_shift_back(dy, ctx.plan, ctx.comm), None, None, None),
 )
@@ -115,13 +128,13 @@ def shift_rows(x: torch.Tensor, plan: Halo | _ext.Halo, comm: AnyCommunicator, f
     """Returns for every token the row of the token plan.reach behind it ("after") or before it ("before"). Collective.
 
     plan: of `halo`. x: (rows, ...). `fill` where either is no valid token of the sequence: labels are tokens' ids
-    shifted by halo(..., 1, "after").
+    shifted by halo(..., 1, "after"). An integer comes exactly; cpx.Error is raised of what the dtype does not hold.
     """
     where = "shift_rows"
     comm, plan = taken_comm(where, comm), taken_plan(where, plan, Halo)
     recorded = check(where, comm.device, x=x)
     _rows(where, x)
-    return _shift_op(recorded, x, plan.handle, comm.handle, float(fill))
+    return _shift_op(recorded, x, plan.handle, comm.handle, _number(where, "fill", fill))
 
 
 # sum_over_ranks
@@ -317,13 +330,13 @@ def _make_recurrence(name):
 
     back = backward_operator(
         f"{name}_backward(Tensor q, Tensor k, Tensor v, Tensor g, Tensor? beta, Tensor do, Tensor? dfinal, "
-        "Tensor saved, bool dinitial, SymInt chunk, bool qk_l2norm, float scale, SymInt[] heads, SymInt[] sizes, "
+        "Tensor saved, bool dinitial, SymInt chunk, bool qk_l2norm, float? scale, SymInt[] heads, SymInt[] sizes, "
         "SymInt plan, SymInt comm) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
         run_back, fake_back, back_alone,
     )
 
     def save_inputs(ctx, args, made):
-        q, k, v, g, beta, initial, save, _, *ctx.options, plan, comm = args
+        q, k, v, g, beta, initial, save, ctx.final, *ctx.options, plan, comm = args
         keep(ctx, name, plan, comm)
         require(save, name, "save", "True where a gradient is wanted", save)
         ctx.dinitial = initial is not None and initial.requires_grad
@@ -335,6 +348,8 @@ def _make_recurrence(name):
         q, k, v, g, beta, saved = ctx.saved_tensors
         if do is None:
             do = torch.zeros_like(v)
+        if dfinal is None and ctx.final:  # as of every rank: they compare whether there is one
+            dfinal = v.new_zeros(_state_sizes(name, *ctx.options[-2:])[0], dtype=sums(v))
         dq, dk, dv, dg, dbeta, dinitial = back(
             q, k, v, g, beta, do, dfinal, saved, ctx.dinitial, *ctx.options, ctx.plan, ctx.comm
         )
@@ -345,7 +360,7 @@ def _make_recurrence(name):
 
     _recurrences[name] = operator(
         f"{name}(Tensor q, Tensor k, Tensor v, Tensor g, Tensor? beta, Tensor? initial, bool save, bool final, "
-        "SymInt chunk, bool qk_l2norm, float scale, SymInt[] heads, SymInt[] sizes, SymInt plan, SymInt comm) "
+        "SymInt chunk, bool qk_l2norm, float? scale, SymInt[] heads, SymInt[] sizes, SymInt plan, SymInt comm) "
         "-> (Tensor, Tensor, Tensor)",
         run, fake, save_inputs, gradient, alone, 2,
     )
@@ -378,12 +393,74 @@ def _recur(name, q, k, v, g, beta, plan, comm, chunk, qk_l2norm, scale, initial,
     save = wants_gradient((q, k, v, g, beta, initial)) if recorded is None else recorded
     kept = _kept(name, q, plan, comm, heads, value_heads) if save else 0
     made = _recurrences[name](
-        recorded, q, k, v, g, beta, initial, save, final, chunk, qk_l2norm, scale or 0.0, heads,
+        recorded, q, k, v, g, beta, initial, save, final, chunk, qk_l2norm, scale, heads,
         [plan.segments, plan.maps, plan.sequences, value_heads, kept], plan.handle, comm.handle
     )
     return made[:2] if final else made[0]
 
 
+# What checkers of types know: o, and with `final` a state.
+
+
+class _DeltaRule(Protocol):
+    """The delta rules."""
+
+    @overload
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
+        plan: Carry | _ext.Carry, comm: AnyCommunicator, *, chunk: int = 64, qk_l2norm: bool = True,
+        scale: float | None = None, initial: torch.Tensor | None = None, final: Literal[False] = False
+    ) -> torch.Tensor: ...
+
+    @overload
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
+        plan: Carry | _ext.Carry, comm: AnyCommunicator, *, chunk: int = 64, qk_l2norm: bool = True,
+        scale: float | None = None, initial: torch.Tensor | None = None, final: Literal[True]
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    @overload
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
+        plan: Carry | _ext.Carry, comm: AnyCommunicator, *, chunk: int = 64, qk_l2norm: bool = True,
+        scale: float | None = None, initial: torch.Tensor | None = None, final: bool
+    ) -> Any: ...
+
+
+class _Decay(Protocol):
+    """The decays."""
+
+    @overload
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, plan: Carry | _ext.Carry,
+        comm: AnyCommunicator, *, chunk: int = 64, scale: float | None = None, initial: torch.Tensor | None = None,
+        final: Literal[False] = False
+    ) -> torch.Tensor: ...
+
+    @overload
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, plan: Carry | _ext.Carry,
+        comm: AnyCommunicator, *, chunk: int = 64, scale: float | None = None, initial: torch.Tensor | None = None,
+        final: Literal[True]
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    @overload
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, plan: Carry | _ext.Carry,
+        comm: AnyCommunicator, *, chunk: int = 64, scale: float | None = None, initial: torch.Tensor | None = None,
+        final: bool
+    ) -> Any: ...
+
+
+def _delta_rule(function: Any) -> _DeltaRule:
+    return function
+
+
+def _decay(function: Any) -> _Decay:
+    return function
+
+
+@_delta_rule
 def gated_delta_rule(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, plan: Carry | _ext.Carry,
     comm: AnyCommunicator, *, chunk: int = 64, qk_l2norm: bool = True, scale: float | None = None,
@@ -396,8 +473,9 @@ def gated_delta_rule(
     q, k: (rows, key heads, key_dim), v: (rows, value heads, value_dim), g: log decay, and beta: (rows, value heads).
     plan: carry(sharding, comm, "scan" or "serial"). scale: by default 1 / sqrt(key_dim). qk_l2norm: q and k are divided
     by sqrt(sum of squares + 1e-6) first. Returns o, as v. Collective, as is its backward.
-    initial: (sequences, value heads * key_dim * value_dim), on every rank, before the batch. final: returns (o, states
-    behind the batch), of a sequence on the rank where it ends, and zeros on the others. Both have gradients.
+    initial: (sequences, value heads * key_dim * value_dim) before the batch. final: returns (o, states behind the
+    batch), of a sequence on the rank where it ends, and zeros on the others. Both have gradients, and all ranks have
+    the same of them, which they compare.
 
     For the backward it keeps its inputs and, in float32, the state before each segment and, by scan, a map (value
     heads, key_dim, key_dim) of each that lies between two others. On tensor cores also what the backward would make
@@ -407,6 +485,7 @@ def gated_delta_rule(
     return _recur("gated_delta_rule", q, k, v, g, beta, plan, comm, chunk, qk_l2norm, scale, initial, final)
 
 
+@_delta_rule
 def kimi_delta_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, plan: Carry | _ext.Carry,
     comm: AnyCommunicator, *, chunk: int = 64, qk_l2norm: bool = True, scale: float | None = None,
@@ -416,6 +495,7 @@ def kimi_delta_attention(
     return _recur("kimi_delta_attention", q, k, v, g, beta, plan, comm, chunk, qk_l2norm, scale, initial, final)
 
 
+@_decay
 def head_decay_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, plan: Carry | _ext.Carry,
     comm: AnyCommunicator, *, chunk: int = 64, scale: float | None = None, initial: torch.Tensor | None = None,
@@ -428,6 +508,7 @@ def head_decay_attention(
     return _recur("head_decay_attention", q, k, v, g, None, plan, comm, chunk, True, scale, initial, final)
 
 
+@_decay
 def channel_decay_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, plan: Carry | _ext.Carry,
     comm: AnyCommunicator, *, chunk: int = 64, scale: float | None = None, initial: torch.Tensor | None = None,

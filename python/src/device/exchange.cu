@@ -272,12 +272,12 @@ void exchange_on(device_group& g, relayout_value const& plan, tensor const& x, t
         });
 }
 
-void shift_on(device_group& g, halo_value const& plan, tensor const& x, tensor const& y, double fill) {
+void shift_on(device_group& g, halo_value const& plan, tensor const& x, tensor const& y, fill_value const& fill) {
     on_device const here(g.nccl().device());
     with_type<float, double, __nv_bfloat16, __half, std::int64_t, std::int32_t>(x, [&]<class T>(as<T>) {
         auto const from = dense_rows<T>(x);
         auto const to = dense_rows_to<T>(y);
-        auto const value = std::bit_cast<bits_of<T>>(static_cast<T>(fill));
+        auto const value = std::bit_cast<bits_of<T>>(element_of<T>(x.where, fill));
         visit_plan(plan, [&](auto const& of, auto const&) {
             shift<bits_of<T>>(x.where, g, plan, of, bits_in(from), bits_in(to), value);
         });

@@ -171,7 +171,7 @@ public:
         call const now("exchange", *this);
         exchange_on(there(), plan, x, y);
     }
-    void shift(halo_value const& plan, nb::handle source, nb::handle target, double fill) override {
+    void shift(halo_value const& plan, nb::handle source, nb::handle target, fill_value const& fill) override {
         char const* const where = "shift_rows";
         reader const read(where, device_);
         tensor const x = read("x", source), y = read("out", target);

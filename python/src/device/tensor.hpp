@@ -4,6 +4,7 @@
 
 #include "../expert_lists.hpp"
 #include "../features.hpp"
+#include "../fill.hpp"
 #include "../strided.hpp"
 
 #include <cpx/core/activation.hpp>
@@ -13,6 +14,7 @@
 #include <chrono>
 #include <cstddef>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -72,7 +74,7 @@ struct state_call {
     char const* where = "";
     index_t key_heads = 0, value_heads = 0, key_dim = 0, value_dim = 0, chunk = 64;
     bool qk_l2norm = true;
-    double scale = 0;
+    std::optional<double> scale = {};
     std::vector<tensor> x, dx; ///< q, k, v, g and perhaps beta
     tensor o, initial, final, dout, dfinal, dinitial;
     tensor starts, maps; ///< what a forward saves; where maps are not given, all of it is in `starts`
@@ -170,7 +172,7 @@ void fail(device_group& g, char const* why);
 
 // Each throws `cpx::error` before anything moves if tensors do not fit.
 void exchange_on(device_group& g, relayout_value const& plan, tensor const& x, tensor const& y);
-void shift_on(device_group& g, halo_value const& plan, tensor const& x, tensor const& y, double fill);
+void shift_on(device_group& g, halo_value const& plan, tensor const& x, tensor const& y, fill_value const& fill);
 /// Replaces values by their sums over all ranks.
 void sum_on(device_group& g, tensor const& values);
 void convolve_on(device_group& g, halo_value const& before, convolution_call const& c);

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <optional>
 
 namespace cpx::detail {
 
@@ -55,10 +56,10 @@ void scaled_rows_backward(rows<T const> x, padded<T> const& y, padded<T> const& 
     }
 }
 
-/// Returns the factor of queries of `dim` channels; `scale` 0: 1 / sqrt(dim).
+/// Returns the factor of queries of `dim` channels; no `scale`: 1 / sqrt(dim).
 template <class T>
-T query_scale(double scale, index_t dim) {
-    return static_cast<T>(scale != 0 ? scale : 1 / std::sqrt(static_cast<double>(dim)));
+T query_scale(std::optional<double> scale, index_t dim) {
+    return static_cast<T>(scale ? *scale : 1 / std::sqrt(static_cast<double>(dim)));
 }
 
 template <class T>

@@ -8,14 +8,15 @@
 
 #include <algorithm>
 #include <cmath>
+#include <optional>
 #include <vector>
 
 namespace cpx {
 
 struct delta_rule_options {
-    index_t chunk = 64;    ///< tokens computed at once
-    bool qk_l2norm = true; ///< divide q and k by sqrt(sum x^2 + 1e-6) first
-    double scale = 0;      ///< factor of q; 0: 1 / sqrt(Dk)
+    index_t chunk = 64;               ///< tokens computed at once
+    bool qk_l2norm = true;            ///< divide q and k by sqrt(sum x^2 + 1e-6) first
+    std::optional<double> scale = {}; ///< factor of q; none: 1 / sqrt(Dk)
 };
 
 /// Returns the log decay `g = -exp(a_log) softplus(a + dt_bias)` of one token and head; never positive.

@@ -5,13 +5,14 @@
 #include <cpx/ops/local/decay.hpp>
 #include <cpx/ops/local/recurrence.hpp>
 
+#include <optional>
 #include <vector>
 
 namespace cpx {
 
 struct linear_attention_options {
-    index_t chunk = 64; ///< tokens computed at once
-    double scale = 0;   ///< factor of q; 0: 1 / sqrt(key_dim)
+    index_t chunk = 64;               ///< tokens computed at once
+    std::optional<double> scale = {}; ///< factor of q; none: 1 / sqrt(key_dim)
 };
 
 /// A model of `recurrence`: S_t = Diag(a_t) S_{t-1} + k_t v_t^T, o_t = scale S_t^T q_t, with a_t = exp(g_t).
