@@ -48,14 +48,24 @@ public:
     /// Returns what makes the tables of movements; see `set_together`.
     detail::batch_tables& tables() { return tables_; }
 
-    /// Runs a plan in the stream; `cpx::exchange` calls it. Collective.
+    /// Runs a plan in the stream; `cpx::exchange` calls it. Rows of any alignment: those that do not begin at a multiple
+    /// of 16 bytes, such as columns of others, cost a copy. Collective.
     template <class T>
     void exchange(plan const& p, rows<T const> const& from, rows<T> const& to, caller here = caller::here()) {
-        auto const stride = [](auto const& r) { return r.count() > 1 ? r.stride() : 0; };
-        exchange_options const of{stride(from), stride(to)};
-        auto made = std::make_unique<cuda::exchange<T>>(p, from.width(), comm_, of, here);
-        (*made)(from, to, stream(), 0, false, here);
-        keep(std::move(made), here);
+        auto const dense = [&](rows<T const> r) -> cuda::block<T> {
+            bool const fits = r.count() == 0 || r.width() == 0 || detail::address(r.data()) % 16 == 0;
+            if (fits) return {};
+            detail::require_memory("cuda::exchange", {{"rows", r}}, here);
+            auto made = memory_.template room<T>(r.count() * r.width());
+            copy<T>({made.data(), r.count(), r.width()}, r, here);
+            return made;
+        };
+        auto const source = dense(from);
+        auto target = dense(to);
+        rows<T> const in_place = target.size() ? rows<T>(target.data(), to.count(), to.width()) : to;
+        exchange_aligned(p, source.size() ? rows<T const>(source.data(), from.count(), from.width()) : from, in_place,
+                         here);
+        if (target.size()) copy<T>(to, in_place, here);
     }
 
     /// Keeps what the stream needs until it has come here. Frees what it no longer needs.
@@ -73,6 +83,23 @@ public:
     void wait(caller here = caller::here()) const { comm_.wait(stream(), here); }
 
 private:
+    template <class T>
+    void exchange_aligned(plan const& p, rows<T const> const& from, rows<T> const& to, caller here) {
+        auto const stride = [](auto const& r) { return r.count() > 1 ? r.stride() : 0; };
+        exchange_options const of{stride(from), stride(to)};
+        auto made = std::make_unique<cuda::exchange<T>>(p, from.width(), comm_, of, here);
+        (*made)(from, to, stream(), 0, false, here);
+        keep(std::move(made), here);
+    }
+    template <class T>
+    void copy(rows<T> const& to, rows<T const> const& from, caller here) const {
+        auto const bytes = [](index_t n) { return static_cast<std::size_t>(n) * sizeof(T); };
+        auto const pitch = [&](auto const& r) { return bytes(std::max(r.stride(), r.width())); }; // of one row any
+        check(cudaMemcpy2DAsync(to.data(), pitch(to), from.data(), pitch(from), bytes(to.width()),
+                                static_cast<std::size_t>(to.count()), cudaMemcpyDeviceToDevice, stream()),
+              "cudaMemcpy2DAsync", here);
+    }
+
     nccl& comm_;
     memory_resource* from_;
     cuda::memory memory_;
