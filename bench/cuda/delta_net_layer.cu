@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Times a gated delta net layer on GPUs, forward and backward, part by part, and counts the device memory that it
+// Times a gated delta net layer on GPUs, forward and backward, step by step, and counts the device memory that it
 // takes: on one rank, and on two whose recurrence runs where rows are, by both carries, or on all rows at every rank.
 #include "../../examples/qwen/cuda/blas.hpp"
 #include "../../harness/processes.hpp"
@@ -47,16 +47,16 @@ public:
     std::size_t held = 0, most = 0;
 };
 
-/// What lies between parts of a layer, as they come.
+/// What lies between steps of a layer, as they come.
 class stopwatch {
 public:
     explicit stopwatch(cudaStream_t in) : in_(in) {}
     void begin() { marks_.clear(), mark(""); }
-    void mark(char const* part) {
-        marks_.emplace_back(part, gpu::event());
+    void mark(char const* step) {
+        marks_.emplace_back(step, gpu::event());
         marks_.back().second.record(in_);
     }
-    /// Adds what each part took to a list of its own; the stream has come to the end.
+    /// Adds what each step took to a list of its own; the stream has come to the end.
     void end() {
         float all = 0;
         for (std::size_t i = 1; i < marks_.size(); ++i) {
@@ -67,12 +67,12 @@ public:
         }
         add("all", all);
     }
-    std::vector<std::pair<std::string, std::vector<float>>> parts; ///< in the order of the first time
+    std::vector<std::pair<std::string, std::vector<float>>> steps; ///< in the order of the first time
 
 private:
-    void add(std::string const& part, float ms) {
-        auto found = std::ranges::find(parts, part, [](auto const& p) { return p.first; });
-        if (found == parts.end()) found = parts.insert(parts.end(), {part, {}});
+    void add(std::string const& step, float ms) {
+        auto found = std::ranges::find(steps, step, [](auto const& p) { return p.first; });
+        if (found == steps.end()) found = steps.insert(steps.end(), {step, {}});
         found->second.push_back(ms);
     }
     cudaStream_t in_;
@@ -80,7 +80,7 @@ private:
 };
 
 /// A rank's layer of rows on S, whose recurrence runs on Mix: the same, or every row on every rank. What the forward
-/// leaves to the backward is kept; of the rest every part is freed as soon as it is not needed.
+/// leaves to the backward is kept; of the rest every tensor is freed as soon as it is not needed.
 template <cpx::carry_kind How, cpx::any_sharding S, cpx::any_sharding Mix>
 class layer {
     static constexpr bool moves = !std::same_as<S, Mix>;
@@ -272,7 +272,7 @@ private:
     cpx::delta_rule_saved<element, gpu::memory> saved_;
 };
 
-/// Runs the layer some times and prints, at rank 0, its parts' medians and the memory that it took. `keeps`: what the
+/// Runs the layer some times and prints, at rank 0, its steps' medians and the memory that it took. `keeps`: what the
 /// delta rule's backward could make again is kept.
 template <cpx::carry_kind How, class S, class Mix>
 void run(char const* name, S const& where, Mix const& mix, cpx::nccl& ranks, bool keeps = false) {
@@ -307,8 +307,8 @@ void run(char const* name, S const& where, Mix const& mix, cpx::nccl& ranks, boo
         return static_cast<double>(times[times.size() / 2]);
     };
     for (auto const& [direction, watch] : {std::pair("forward", &forward), {"backward", &backward}})
-        for (auto const& [part, times] : watch->parts)
-            std::printf("  %-9s %-12s %8.3f ms\n", direction, part.c_str(), median(times));
+        for (auto const& [step, times] : watch->steps)
+            std::printf("  %-9s %-12s %8.3f ms\n", direction, step.c_str(), median(times));
     std::fflush(stdout);
 }
 

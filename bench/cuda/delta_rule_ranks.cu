@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The gated delta rule of one long sequence between GPUs, a process each: forward and backward, states carried by
-// either carry, on layouts that hold a sequence in one piece and in two.
+// either carry, on layouts that hold a sequence in one segment and in two.
 #include <cpx/transport/nccl.hpp>
 
 #include "../../harness/processes.hpp"

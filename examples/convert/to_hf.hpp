@@ -44,9 +44,9 @@ public:
         for (auto const& [name, w] : from.weights()) add(name);
         for (auto const& w : names.weights())
             for (std::size_t i = 0; i < w.rule->sources(); ++i) {
-                auto const found = parts_.find(names.hf(w, i));
+                auto const found = uses_.find(names.hf(w, i));
                 std::size_t const wanted = stacked(*w.rule) ? static_cast<std::size_t>(names.sizes().num_experts) : 1;
-                std::size_t const got = found == parts_.end() ? 0 : found->second.size();
+                std::size_t const got = found == uses_.end() ? 0 : found->second.size();
                 cpx::require(
                     got == wanted, from.path().string().c_str(), "shards",
                     [&] { return cpx::quote(names.megatron(w)) + ", which the model of config.json has, once"; }, got);
@@ -56,14 +56,14 @@ public:
     /// Returns the names of all tensors.
     std::vector<std::string> all() const {
         std::vector<std::string> all;
-        for (auto const& [name, parts] : parts_) all.push_back(name);
+        for (auto const& [name, uses] : uses_) all.push_back(name);
         for (auto const& [name, shard] : others_) all.push_back(name);
         return all;
     }
     /// Adds lm_head, a copy of a tied embedding, which some checkpoints have.
     void add_head() {
         std::string const model = names_.style().inside ? "model.language_model." : "model.";
-        parts_.emplace("lm_head.weight", parts_.at(model + "embed_tokens.weight"));
+        uses_.emplace("lm_head.weight", uses_.at(model + "embed_tokens.weight"));
     }
     /// Returns what will be written of a tensor that was of dtype `wanted` before.
     cpx::safetensors_writer::tensor_info info(std::string const& name, std::optional<dtype> wanted) const {
@@ -71,7 +71,7 @@ public:
             auto const& w = from_.weights().find(other->second)->second;
             return {name, w.dtype, w.shape};
         }
-        auto const& p = parts_.at(name).front();
+        auto const& p = uses_.at(name).front();
         auto type = from_.weights().find(p.shard)->second.dtype;
         if (special(*p.weight.rule)) type = assemble(name, wanted).dtype;
         return {name, type, cpx::shape_of(p.weight.rule->from[p.source], names_.sizes())};
@@ -84,7 +84,7 @@ public:
 
 private:
     /// A weight of which a tensor is a source.
-    struct part {
+    struct use {
         std::string shard; ///< its name in the shards
         cpx::model_weight weight;
         std::size_t source = 0;
@@ -106,7 +106,7 @@ private:
             return;
         }
         if (has(w->rule->needs, cpx::weight_trait::tied)) return; // a copy of the embedding
-        for (std::size_t i = 0; i < w->rule->sources(); ++i) parts_[names_.hf(*w, i)].push_back({name, *w, i});
+        for (std::size_t i = 0; i < w->rule->sources(); ++i) uses_[names_.hf(*w, i)].push_back({name, *w, i});
     }
     /// Returns what a rank has, the vocabulary padded as the shards have it.
     cpx::weight_share share_of(std::string const& name, cpx::model_weight const& w, int rank) const {
@@ -118,15 +118,15 @@ private:
     static std::string text_of(dtype type) { return std::string(cpx::safetensors::name_of(type)); }
     /// Puts a tensor together from the shares that have some of it.
     cpx::weight_bytes assemble(std::string const& name, std::optional<dtype> wanted) const {
-        auto const& parts = parts_.at(name);
-        auto const& first = parts.front();
+        auto const& uses = uses_.at(name);
+        auto const& first = uses.front();
         auto const shape = cpx::shape_of(first.weight.rule->from[first.source], names_.sizes());
         index_t const columns = cpx::weight_columns(shape);
         auto const type = from_.weights().find(first.shard)->second.dtype;
         auto const element = static_cast<index_t>(cpx::safetensors::size_of(type));
         cpx::weight_bytes whole{type, {}};
         whole.bytes.resize(static_cast<std::size_t>(cpx::weight_rows(shape) * columns * element));
-        for (auto const& p : parts) {
+        for (auto const& p : uses) {
             auto const same = from_.weights().find(p.shard)->second.dtype; // audit has seen to it
             cpx::require(
                 same == type, p.shard.c_str(), "dtype", [&] { return text_of(type) + ", as of " + first.shard; },
@@ -148,7 +148,7 @@ private:
 
     shard_folder const& from_;
     cpx::hf_names const& names_;
-    std::map<std::string, std::vector<part>> parts_;
+    std::map<std::string, std::vector<use>> uses_;
     std::map<std::string, std::string> others_; ///< what is copied whole: its name in the shards
 };
 

@@ -99,7 +99,7 @@ private:
     static constexpr int most_matrix_ranks = 16;
     static constexpr colour image_colour{58, 64, 90}, video_colour{126, 104, 150};
 
-    /// Calls `f(rows)` with the parts of `rows` that lie in one sequence.
+    /// Calls `f(rows)` with those of `rows` that lie in one sequence, of each.
     template <class F>
     void for_each_sequence(range rows, F&& f) const {
         while (!rows.empty()) {
@@ -256,16 +256,16 @@ private:
         };
         for (block const& b : held.blocks)
             for_each_sequence(b.rows, [&](range rows) {
-                block const part{rows, b.heads, b.source};
-                bool const narrow = x_.width(rows) < 1.5, same_heads = part.heads == thin.heads;
+                block const one{rows, b.heads, b.source};
+                bool const narrow = x_.width(rows) < 1.5, same_heads = one.heads == thin.heads;
                 if (narrow && same_heads && thin.rows.last == rows.first &&
                     report_.batch.sequence(thin.rows.first) == report_.batch.sequence(rows.first)) {
-                    if (thin.source != part.source) thin.source = several, joins = true;
+                    if (thin.source != one.source) thin.source = several, joins = true;
                     thin.rows.last = rows.last;
                     return;
                 }
                 flush();
-                narrow ? void(thin = part) : draw(part, after && part.source == rank);
+                narrow ? void(thin = one) : draw(one, after && one.source == rank);
             });
         flush();
         return joins;
@@ -297,11 +297,11 @@ private:
         double const height = room() ? head * static_cast<double>(b.heads.size()) : lane_height_,
                      middle = top + height / 2;
         double const x = x_(b.rows.first), width = x_.width(b.rows), row = width / static_cast<double>(b.rows.size());
-        double const edge = height < 6 ? 0 : 0.5;
+        double const margin = height < 6 ? 0 : 0.5;
         paint const thin(fill.ink.lighter(0.5), fill.ink, fill.pattern); // for what stays, where a rim has no room
         auto const rows = [&](double from, double to, double space) {
-            double const wide = std::max(to - from - 2 * space, 0.5), down = height - 2 * edge;
-            canvas_.box(from + space, top + edge, wide, down, stays && std::min(wide, down) < 3 ? thin : fill, rim);
+            double const wide = std::max(to - from - 2 * space, 0.5), down = height - 2 * margin;
+            canvas_.box(from + space, top + margin, wide, down, stays && std::min(wide, down) < 3 ? thin : fill, rim);
         };
         bool const words = height >= 14;
         if (row >= 15) { // every row is a box of its own

@@ -3,6 +3,7 @@
 
 #include <cpx/core/overlap.hpp>
 #include <cpx/core/row_buffer.hpp>
+#include <cpx/core/row_list.hpp>
 
 #include <doctest/doctest.h>
 
@@ -202,6 +203,34 @@ TEST_SUITE("core") {
         rejects({"row_buffer: elements to write: expected 0, got 1"}, [&] { none.write(counted(1)); });
         none.write({});
         CHECK((none.read().empty() && none.elements().empty()));
+    }
+
+    TEST_CASE("rows that are listed are gathered and scattered, and lists and rows that do not fit refused") {
+        using list = std::vector<index_t>;
+        auto numbers = counted(10);
+        std::vector<int> some(6, -1);
+        rows<int> const from(numbers.data(), 5, 2), to(some.data(), 3, 2);
+        cpx::gather_rows<int>(cpx::host_memory(), from, list{4, 0, 4}, to);
+        CHECK(some == std::vector{8, 9, 0, 1, 8, 9});
+        cpx::scatter_rows<int>(cpx::host_memory(), to, list{1, 3, 0}, from);
+        CHECK(numbers == std::vector{8, 9, 8, 9, 4, 5, 0, 1, 8, 9});
+        auto const before = numbers;
+        auto const refused = [&](std::string const& text, rows<int> x, list const& rows_of_it, rows<int> y) {
+            rejects({"rows.cpp", "gather_rows: " + text},
+                    [&] { cpx::gather_rows<int>(cpx::host_memory(), x, rows_of_it, y); });
+        };
+        refused("overlap of to and from: expected none", from.sub(0, 3), {0, 1, 2}, from.sub(1, 3));
+        refused("width of to: expected 2, got 1", from, {0, 1, 2}, to.columns(0, 1));
+        refused("numbers in the list: expected 3, got 2", from, {0, 1}, to);
+        refused("row: expected from 0 to 4, got 5", from, {0, 5, 1}, to);
+        refused("row: expected from 0 to 4, got -1", from, {0, -1, 1}, to);
+        rejects({"rows.cpp", "scatter_rows: row: expected from 0 to 4, got 5"}, [&] {
+            cpx::scatter_rows<int>(cpx::host_memory(), to, list{0, 5, 1}, from);
+        });
+        rejects({"scatter_rows: overlap of to and from"}, [&] {
+            cpx::scatter_rows<int>(cpx::host_memory(), from.sub(0, 3), list{1, 2, 3}, from);
+        });
+        CHECK(numbers == before);
     }
 
     TEST_CASE("rows beyond 2^31 elements have 64-bit addresses") {

@@ -44,7 +44,7 @@ std::vector<std::byte> filled(std::size_t source, index_t elements, index_t elem
 /// Returns the rows of a share in Megatron's tensor, each as the source and row from which it comes.
 std::vector<std::pair<std::size_t, index_t>> rows_of_share(weight_share const& share) {
     std::vector<std::pair<std::size_t, index_t>> rows;
-    for (auto const& p : share.pieces)
+    for (auto const& p : share.blocks)
         for (index_t r = p.rows.first; r < p.rows.last; ++r) rows.emplace_back(p.source, r);
     return rows;
 }

@@ -140,6 +140,9 @@ TEST_SUITE("ops") {
         rejects("convolve_segment_backward_sums", "dz and dy", [&] {
             cpx::convolve_segment_backward_sums<float>({}, x, column(0), nullptr, cpx::activation::silu, y, y);
         });
+        rejects("convolve_segment_backward_sums", "dz and weight", [&] { // without an activation nothing reads it
+            cpx::convolve_segment_backward_sums<float>({}, x, y.columns(0, 1), nullptr, cpx::activation::none, x, y);
+        });
         rejects("convolve_segment_backward_input", "dx and dz",
                 [&] { cpx::convolve_segment_backward_input<float>(x, {}, column(0), x); });
         rejects("convolve_segment_backward_weight", "dbias and dz",

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cpx/core/memory.hpp>
+#include <cpx/core/overlap.hpp>
 #include <cpx/core/rows.hpp>
 
 #include <algorithm>
@@ -11,6 +12,7 @@
 #include <cstdint>
 #include <numeric>
 #include <span>
+#include <string>
 #include <type_traits>
 #include <vector>
 
@@ -36,19 +38,38 @@ grouped_rows<I> grouped(std::span<I const> list) {
     return result;
 }
 
-/// Copies row list[i] of `from` to row i of `to`. They do not overlap, and have the list's numbers of rows.
+namespace detail {
+
+/// Throws `cpx::error` unless `listed` has a row for every number of the list, and these are rows of `all`.
+template <class T>
+void require_listed(char const* where, rows<T const> from, std::span<index_t const> list, rows<T> to, index_t listed,
+                    index_t all, caller here) {
+    require(from.width() == to.width(), where, "width of to", from.width(), to.width(), here);
+    require(std::ssize(list) == listed, where, "numbers in the list", listed, list.size(), here);
+    for (index_t const row : list)
+        require(
+            0 <= row && row < all, where, "row", [&] { return "from 0 to " + std::to_string(all - 1); }, row, here);
+    require_apart(where, {{"to", to}}, {{"from", from}}, here);
+}
+
+} // namespace detail
+
+/// Copies row list[i] of `from` to row i of `to`, which has as many rows as the list numbers.
 ///
-/// Of the host; `cuda::gather_rows` takes a device's memory in its place.
+/// Of the host; `cuda::gather_rows` takes a device's memory in its place. Throws `cpx::error` if shapes do not fit, a
+/// number is no row or memory overlaps.
 template <class T>
 void gather_rows(host_memory, std::type_identity_t<rows<T const>> from, std::span<index_t const> list, rows<T> to,
-                 caller = caller::here()) {
+                 caller here = caller::here()) {
+    detail::require_listed("gather_rows", from, list, to, to.count(), from.count(), here);
     for (index_t i = 0; i < to.count(); ++i)
         std::copy_n(from.row(list[static_cast<std::size_t>(i)]), to.width(), to.row(i));
 }
 /// Copies row i of `from` to row list[i] of `to`; the other rows stay. The numbers differ. All else as above.
 template <class T>
 void scatter_rows(host_memory, std::type_identity_t<rows<T const>> from, std::span<index_t const> list, rows<T> to,
-                  caller = caller::here()) {
+                  caller here = caller::here()) {
+    detail::require_listed("scatter_rows", from, list, to, from.count(), to.count(), here);
     for (index_t i = 0; i < from.count(); ++i)
         std::copy_n(from.row(i), to.width(), to.row(list[static_cast<std::size_t>(i)]));
 }

@@ -26,7 +26,7 @@ namespace detail {
 inline void agree(nccl& comm, identity const& mine, plan const& p, caller here) {
     cpx::detail::compare(
         "cuda::exchange", mine, p.batch, comm.ranks(),
-        [&](void const* my_part, void* all, std::size_t bytes) { comm.gather(my_part, all, bytes, here); }, here,
+        [&](void const* own, void* all, std::size_t bytes) { comm.gather(own, all, bytes, here); }, here,
         p.source_settings, p.target_settings);
 }
 

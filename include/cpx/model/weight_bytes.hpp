@@ -33,7 +33,7 @@ template <class F>
 void for_each_bytes(weight_share const& share, index_t columns, index_t element, F f) {
     index_t own = 0;
     index_t const row = columns * element, skip = share.columns.first * element, width = share.columns.size() * element;
-    for (auto const& p : share.pieces) {
+    for (auto const& p : share.blocks) {
         if (width == row && !p.rows.empty()) {
             f(p.source, p.rows.first * row, own, p.rows.size() * row);
             own += p.rows.size() * row;

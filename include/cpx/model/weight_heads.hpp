@@ -64,12 +64,12 @@ private:
         return {tp_.rank * local + first * local / groups, tp_.rank * local + (last * local + groups - 1) / groups};
     }
     void add(std::size_t source, range rows) {
-        auto& pieces = share_.pieces;
+        auto& blocks = share_.blocks;
         if (rows.empty()) return;
-        if (!pieces.empty() && pieces.back().source == source && pieces.back().rows.last == rows.first)
-            pieces.back().rows.last = rows.last;
+        if (!blocks.empty() && blocks.back().source == source && blocks.back().rows.last == rows.first)
+            blocks.back().rows.last = rows.last;
         else
-            pieces.push_back({source, rows});
+            blocks.push_back({source, rows});
     }
     /// Adds the rows of the rank's heads, each `width` rows `stride` apart; of `group` heads there is one stride.
     void add_heads(std::size_t source, index_t all, index_t first, index_t width, index_t stride, index_t group = 1) {

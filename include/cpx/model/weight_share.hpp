@@ -24,19 +24,19 @@ struct group_rank {
 /// column.
 struct weight_share {
     /// Consecutive rows of one source.
-    struct piece {
+    struct source_rows {
         std::size_t source = 0;
         range rows{};
-        friend constexpr bool operator==(piece const&, piece const&) = default;
+        friend constexpr bool operator==(source_rows const&, source_rows const&) = default;
     };
-    std::vector<piece> pieces{}; ///< one below the other
-    range columns{};             ///< of every row
-    index_t padding = 0;         ///< rows of zeros below them
-    bool replicated = false;     ///< every rank of the group has the same
+    std::vector<source_rows> blocks{}; ///< one below the other
+    range columns{};                   ///< of every row
+    index_t padding = 0;               ///< rows of zeros below them
+    bool replicated = false;           ///< every rank of the group has the same
 
     index_t rows() const {
         index_t n = padding;
-        for (auto const& p : pieces) n += p.rows.size();
+        for (auto const& p : blocks) n += p.rows.size();
         return n;
     }
 };
@@ -126,7 +126,7 @@ private:
         for (std::size_t i = 0; i < rule_.sources(); ++i) f(i, weight_rows(shape_of(rule_.from[i], s_)));
     }
     void add(std::size_t source, range rows, index_t first = 0) {
-        share_.pieces.push_back({source, {first + rows.first, first + rows.last}});
+        share_.blocks.push_back({source, {first + rows.first, first + rows.last}});
     }
     /// Returns what the rank has of so many, which must be as many for each.
     range share(index_t all, char const* what = "rows or columns") const {

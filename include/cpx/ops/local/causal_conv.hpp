@@ -126,14 +126,13 @@ void add_weight_terms(rows<T const> history, rows<T const> x, rows<T const> dz, 
         for (index_t j = 0; j < taps; ++j) dweight(channel, j) = sums(j, channel);
 }
 
-/// Throws `cpx::error` unless the arguments of `convolve_segment` fit each other.
+/// Throws `cpx::error` unless what a segment is convolved with fits, and `y`, which is called `what`.
 template <class T>
-void require_convolution(rows<T const> history, rows<T const> x, rows<T const> weight, T const* bias, rows<T> y,
-                         caller here) {
-    char const* const where = "convolve_segment";
+void require_convolution(char const* where, rows<T const> history, rows<T const> x, rows<T const> weight, T const* bias,
+                         char const* what, rows<T> y, caller here) {
     require_near(where, "history", history, weight, x.width(), here);
-    require_shape(where, "y", y, x.count(), x.width(), here);
-    require_apart(where, {{"y", y}},
+    require_shape(where, what, y, x.count(), x.width(), here);
+    require_apart(where, {{what, y}},
                   {{"x", x}, {"history", history}, {"weight", weight}, {"bias", rows(bias, 1, x.width())}}, here);
 }
 
@@ -153,7 +152,7 @@ void require_convolution(rows<T const> history, rows<T const> x, rows<T const> w
 template <class T>
 void convolve_segment(rows<T const> history, rows<T const> x, rows<T const> weight, T const* bias, activation act,
                       rows<T> y, caller here = caller::here()) {
-    detail::require_convolution(history, x, weight, bias, y, here);
+    detail::require_convolution("convolve_segment", history, x, weight, bias, "y", y, here);
     detail::conv_weights<T>{detail::by_tap(weight), bias, act}.forward(history, x, y);
 }
 template <class T = detail::refused, class... X>
@@ -176,9 +175,8 @@ void convolve_segment_backward_sums(rows<T const> history, rows<T const> x, rows
                                     activation act, rows<T const> dy, rows<T> dz, caller here = caller::here()) {
     char const* const where = "convolve_segment_backward_sums";
     detail::require_shape(where, "dy", dy, x.count(), x.width(), here);
-    detail::require_shape(where, "dz", dz, x.count(), x.width(), here);
-    detail::require_apart(where, {{"dz", dz}}, {{"x", x}, {"dy", dy}}, here);
-    if (act == activation::silu) detail::require_convolution(history, x, weight, bias, dz, here);
+    detail::require_apart(where, {{"dz", dz}}, {{"dy", dy}}, here);
+    detail::require_convolution(where, history, x, weight, bias, "dz", dz, here);
     detail::conv_weights<T>{detail::by_tap(weight), bias, act}.backward_sums(history, x, dy, dz);
 }
 template <class T = detail::refused, class... X>
