@@ -186,7 +186,7 @@ def chunk_gated_delta_rule(
         ("allow_neg_eigval", use_beta_sigmoid_in_kernel or not allow_neg_eigval, "use_beta_sigmoid_in_kernel", False),
         ("head_first", "head_first" not in kwargs, "none: tensors are (1, rows, heads, dim)", "one"),
         ("chunk_size", chunk in (16, 32, 64), "16, 32 or 64", chunk),
-        ("scale", scale is None or isinstance(scale, numbers.Real) and scale != 0, "None, or a number but 0", scale),
+        ("scale", scale is None or isinstance(scale, numbers.Real), "None, or a number", scale),
     ):
         if not fits:
             raise cpx.Error(where, name, expected, repr(got))

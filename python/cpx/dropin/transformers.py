@@ -69,7 +69,10 @@ class Part:
     segments: list[list[int]]
     known: torch.Tensor
 
-    def __init__(self, model, language, batch, comm, layout, linear, carry):
+    def __init__(
+        self, model: torch.nn.Module, language: torch.nn.Module, batch: cpx.thd, comm: cpx.torch.Communicator,
+        layout: cpx.Layout, linear: str, carry: str
+    ):
         if carry not in ("scan", "serial"):
             raise cpx.Error(_where, "carry", '"scan" or "serial"', repr(carry))
         self.carry, self.language = carry, language
@@ -109,7 +112,7 @@ class Part:
             result.register_hook(lambda _: self._check_active("backward"))
         return result
 
-    def log_probs(self, input_ids, **inputs):
+    def log_probs(self, input_ids: torch.Tensor, **inputs: object) -> torch.Tensor:
         """Returns the log-probability of every local row's next token, 0 at the last of a sequence: (rows,) float32.
 
         input_ids: (rows,) of this rank. inputs: what the model takes beside: pixel_values with image_grid_thw,
