@@ -342,8 +342,7 @@ static __global__ void __launch_bounds__(512, 1)
     if (number >= in.plan.totals[1]) return;
     delta_stretch const stretch = in.plan.stretches[number];
     delta_sequence const sequence = in.plan.sequences[stretch.sequence];
-    int const first = stretch.number * in.plan.stretch_chunks,
-              last = min(first + in.plan.stretch_chunks, sequence.chunks);
+    int const first = stretch.number * in.plan.cut.chunks, last = in.plan.end_of(sequence, stretch.number);
     main_block<Erases> const work{in, memory, heads, head, sequence, first, last};
     if (group == 0) {
         cutlass::arch::warpgroup_reg_dealloc<40>();

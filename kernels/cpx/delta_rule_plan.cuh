@@ -36,16 +36,60 @@ struct delta_stretch {
     int sequence, number;
 };
 
+/// How sequences are cut into stretches, whose outputs are computed beside each other while walks with nothing but the
+/// state go on; a chunk's outputs take about three steps of a walk. No bit depends on it.
+struct delta_cut {
+    int chunks;              ///< of a stretch, but for the last one of a sequence
+    int multiprocessors = 0; ///< that share the work; 0: last stretches are not longer
+    int heads = 1;           ///< value heads
+    int walks = 1;           ///< multiprocessors that walk along one sequence and head
+
+    /// What a batch makes of it.
+    struct shares {
+        float steps; ///< of a walk, after which all is done
+        float pace;  ///< chunks whose outputs are computed during a step, of every sequence and head
+    };
+    __device__ __forceinline__ shares share(int all_chunks, int longest) const {
+        float const all = static_cast<float>(multiprocessors), length = static_cast<float>(max(longest, 1));
+        float const chains = static_cast<float>(heads) * fmaxf(static_cast<float>(all_chunks), 1.0f) / length;
+        float const walking = fminf(static_cast<float>(walks) * chains, all);
+        // A last stretch of so much of the longest sequence ends with everything else, if that is evenly distributed;
+        // a tenth more, for outputs beside walks take longer.
+        float const last = 1.1f * (walking + 3 * chains - all) / (2 * all + walking);
+        return {length * (1 + 2 * fminf(fmaxf(last, 0.0f), 1.0f)), (all - walking) / (3 * chains)};
+    }
+    /// Returns how many stretches a sequence has. No walk goes past the beginning of the last one: the longer that one
+    /// is, the less is to be done; it is as long as it can be and not end after all others.
+    __device__ __forceinline__ int stretches(shares const& s, int of_chunks) const {
+        int last = chunks;
+        if (multiprocessors > 0)
+            last = max(last, min(of_chunks, static_cast<int>((s.steps - static_cast<float>(of_chunks)) / 2)));
+        if (of_chunks <= last) return 1;
+        return 1 + (last > chunks ? (of_chunks - last + chunks / 2) / chunks : (of_chunks - 1) / chunks);
+    }
+    /// Returns before the stretches of which number the last of so many comes: those that outputs have come to when the
+    /// state has come to its beginning.
+    __device__ __forceinline__ int turn_of_last(shares const& s, int stretches) const {
+        if (multiprocessors == 0) return stretches - 1;
+        return static_cast<int>(ceilf(fminf(s.pace, 1.0f) * static_cast<float>(stretches - 1)));
+    }
+};
+
 /// The batch as it is in device memory during a call; `totals`: chunks, stretches, and tasks that have been begun.
 struct delta_plan {
     delta_sequence* sequences;
-    delta_stretch* stretches; ///< in order of time: all first stretches, all second ones, ...
+    delta_stretch* stretches; ///< in order of time: all first stretches, all second ones, ...; last ones earlier
     int* totals;
     int* flags; ///< (stretches, value heads, 2): whether the state before a stretch has been written, for each half; of
                 ///< the backward's walks (sequences, value heads, 2, 2): chunks whose states and gradients have been
     std::int64_t flag_count;
-    int count;          ///< sequences
-    int stretch_chunks; ///< of every stretch but a sequence's last
+    int count; ///< sequences
+    delta_cut cut;
+
+    /// Returns the chunk after a stretch's last one.
+    __device__ __forceinline__ int end_of(delta_sequence const& sequence, int stretch) const {
+        return stretch + 1 == sequence.stretches ? sequence.chunks : (stretch + 1) * cut.chunks;
+    }
 };
 
 /// Returns the sequence of a chunk.
@@ -53,25 +97,53 @@ __device__ __forceinline__ int delta_sequence_of(delta_plan const& plan, int chu
     return last_at_or_before(chunk, plan.count, [&](int s) { return plan.sequences[s].first_chunk; });
 }
 
+/// Returns a segment's rows and chunks.
+__device__ __forceinline__ delta_sequence delta_rows_of(std::int64_t const* offsets, std::int64_t const* first,
+                                                        std::int64_t const* counts, int s) {
+    delta_sequence sequence{};
+    sequence.begin = static_cast<int>(offsets[s]);
+    sequence.end = static_cast<int>(counts ? offsets[s] + counts[s] : offsets[s + 1]);
+    sequence.origin = sequence.begin - (first ? static_cast<int>(first[s] % delta_chunk) : 0);
+    if (sequence.end > sequence.begin)
+        sequence.chunks = (sequence.end - sequence.origin + delta_chunk - 1) / delta_chunk;
+    return sequence;
+}
+
+/// What all segments make of the cut, by a warp.
+__device__ __forceinline__ delta_cut::shares delta_shares_of(std::int64_t const* offsets, std::int64_t const* first,
+                                                             std::int64_t const* counts, delta_plan const& plan) {
+    if (plan.cut.multiprocessors == 0) return {};
+    int all = 0, longest = 0;
+    for (int s = static_cast<int>(threadIdx.x) % 32; s < plan.count; s += 32) {
+        int const chunks = delta_rows_of(offsets, first, counts, s).chunks;
+        all += chunks, longest = max(longest, chunks);
+    }
+    for (int apart = 1; apart < 32; apart *= 2) {
+        all += __shfl_xor_sync(~0u, all, apart);
+        longest = max(longest, __shfl_xor_sync(~0u, longest, apart));
+    }
+    return plan.cut.share(all, longest);
+}
+
 /// Writes the plan of segments at `offsets`; `first`: the tokens of their sequences that they begin with, null for 0;
 /// `counts`: their rows, null: up to the next segment. One block.
-static __global__ void __launch_bounds__(1024) delta_rule_plan(std::int64_t const* offsets, std::int64_t const* first,
-                                                               std::int64_t const* counts, delta_plan plan) {
+static __global__ void __launch_bounds__(1024, 1)
+    delta_rule_plan(std::int64_t const* offsets, std::int64_t const* first, std::int64_t const* counts,
+                    delta_plan plan) {
     wait_for_previous_kernel();
     let_next_kernel_come();
     int const thread = static_cast<int>(threadIdx.x);
+    __shared__ delta_cut::shares shares;
     if (thread < 32) {
         int chunks = 0, stretches = 0;
+        delta_cut::shares const own = delta_shares_of(offsets, first, counts, plan);
+        if (thread == 0) shares = own;
         for (int s0 = 0; s0 < plan.count; s0 += 32) {
             int const s = s0 + thread;
             delta_sequence sequence{};
             if (s < plan.count) {
-                sequence.begin = static_cast<int>(offsets[s]);
-                sequence.end = static_cast<int>(counts ? offsets[s] + counts[s] : offsets[s + 1]);
-                sequence.origin = sequence.begin - (first ? static_cast<int>(first[s] % delta_chunk) : 0);
-                if (sequence.end > sequence.begin)
-                    sequence.chunks = (sequence.end - sequence.origin + delta_chunk - 1) / delta_chunk;
-                sequence.stretches = max(1, (sequence.chunks + plan.stretch_chunks - 1) / plan.stretch_chunks);
+                sequence = delta_rows_of(offsets, first, counts, s);
+                sequence.stretches = plan.cut.stretches(own, sequence.chunks);
             }
             int chunks_before = sequence.chunks, stretches_before = sequence.stretches;
             for (int apart = 1; apart < 32; apart *= 2) {
@@ -93,9 +165,16 @@ static __global__ void __launch_bounds__(1024) delta_rule_plan(std::int64_t cons
     for (int i = thread; i < stretches; i += 1024) {
         int const s = last_at_or_before(i, plan.count, [&](int other) { return plan.sequences[other].first_stretch; });
         int const stretch = i - plan.sequences[s].first_stretch;
-        int place = 0; // the stretches before it in time, and those of its time in sequences before
-        for (int other = 0; other < plan.count; ++other)
-            place += min(plan.sequences[other].stretches, stretch + (other < s ? 1 : 0));
+        // Last stretches have even times, the others odd ones; at one time the sequences' order counts.
+        auto const time_of_last = [&](int stretches) { return 2 * plan.cut.turn_of_last(shares, stretches); };
+        int const own = plan.sequences[s].stretches;
+        int const time = stretch + 1 == own ? time_of_last(own) : 2 * stretch + 1;
+        int place = 0;
+        for (int other = 0; other < plan.count; ++other) {
+            int const stretches = plan.sequences[other].stretches, first_of_time = other < s ? 1 : 0;
+            place += min(stretches - 1, time / 2 + (time % 2 ? first_of_time : 0));
+            place += time_of_last(stretches) < time + first_of_time ? 1 : 0;
+        }
         plan.stretches[place] = {s, stretch};
     }
 }

@@ -153,8 +153,7 @@ static __global__ void __launch_bounds__(Erases ? 512 : 384, 1)
     delta_stretch const stretch = in.plan.stretches[number];
     delta_sequence const sequence = in.plan.sequences[stretch.sequence];
     if (!to.apart && (stretch.number + 1 == sequence.stretches || (of_map && stretch.number == 0))) return;
-    int const first = stretch.number * in.plan.stretch_chunks,
-              last = min(first + in.plan.stretch_chunks, sequence.chunks);
+    int const first = stretch.number * in.plan.cut.chunks, last = in.plan.end_of(sequence, stretch.number);
     if (group == 0) {
         cutlass::arch::warpgroup_reg_dealloc<40>();
         if (threadIdx.x < 32) {

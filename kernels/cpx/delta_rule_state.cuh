@@ -174,7 +174,7 @@ struct walked_head {
         int const heads = in.key_heads * in.group, chain = place * Halves / 2;
         delta_sequence const sequence = in.plan.sequences[chain / heads];
         return {sequence, chain / heads, chain % heads,
-                Traced ? sequence.chunks : (sequence.stretches - 1) * in.plan.stretch_chunks};
+                Traced ? sequence.chunks : (sequence.stretches - 1) * in.plan.cut.chunks};
     }
 };
 
@@ -338,7 +338,7 @@ __device__ __forceinline__ void walk_along(CUtensorMap const& keys, CUtensorMap 
     begin_walk(memory);
     int const first_half = Halves == 2 ? 0 : (static_cast<int>(blockIdx.x) - before) % 2;
     int const group = static_cast<int>(threadIdx.x) / 128;
-    int const every = Traced ? walk_chunks : in.plan.stretch_chunks;
+    int const every = Traced ? walk_chunks : in.plan.cut.chunks;
     auto const each = [&](auto&& f) { each_head<Traced, Halves>(in, before, f); };
     if (group == 0) {
         cutlass::arch::warpgroup_reg_dealloc<40>();

@@ -70,8 +70,9 @@ namespace detail {
 
 /// Where the arrays in a workspace begin, in bytes; -1: it has none.
 struct delta_space {
-    index_t sequences = 0, chunks = 0, stretches = 0, stretch_chunks = 0; ///< at most
-    bool hopper = false, states_first = false;                            ///< states are computed before outputs
+    index_t sequences = 0, chunks = 0, stretches = 0; ///< at most
+    kernels::delta_cut cut{};
+    bool hopper = false, states_first = false; ///< states are computed before outputs
     index_t plan = 0, stretch_list = 0, totals = 0, flags = 0;
     index_t inverse = -1, gates = -1, snapshots = -1, maps = -1, ends = -1;
     index_t states = -1, dstates = -1, written = -1, dwritten = -1, dq = -1, dk = -1;
@@ -95,12 +96,12 @@ index_t delta_saved_tokens(gated_delta_rule_input<T> const& in) {
 inline index_t delta_chunks(index_t tokens, index_t sequences) { return tokens / kernels::delta_chunk + 2 * sequences; }
 
 inline delta_space delta_plan_space(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences,
-                                    index_t stretch_chunks) {
+                                    kernels::delta_cut const& cut = {1 << 24}) {
     delta_space space;
     space.sequences = sequences;
     space.chunks = delta_chunks(tokens, sequences);
-    space.stretch_chunks = stretch_chunks;
-    space.stretches = space.chunks / stretch_chunks + sequences;
+    space.cut = cut;
+    space.stretches = space.chunks / cut.chunks + sequences;
     space.plan = space.take(sequences, sizeof(kernels::delta_sequence));
     space.stretch_list = space.take(space.stretches, sizeof(kernels::delta_stretch));
     space.totals = space.take(3, sizeof(int));
@@ -109,7 +110,7 @@ inline delta_space delta_plan_space(gated_delta_rule_shape const& shape, index_t
 }
 
 inline delta_space delta_plain_backward_space(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences) {
-    auto space = delta_plan_space(shape, tokens, sequences, 1 << 24);
+    auto space = delta_plan_space(shape, tokens, sequences);
     index_t const state = shape.value_heads * shape.key_dim * shape.value_dim;
     space.states = space.take(space.chunks * state, sizeof(float));
     space.dstates = space.take(space.chunks * state, sizeof(float));

@@ -57,15 +57,17 @@ inline int multiprocessors() {
 /// Whether as many blocks keep the multiprocessors busy.
 inline bool fills_multiprocessors(index_t blocks) { return 10 * blocks >= 9 * multiprocessors(); }
 
-/// Returns how many chunks a stretch has: all, if sequences and heads alone keep the multiprocessors busy; else 16, or
-/// more if there are stretches enough for five or seven waves of blocks, as a state is written and read before each. By
-/// scan it is always the same, so that the bits are those of every GPU.
-inline index_t delta_stretch(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences) {
-    if (shape.stretch > 0) return shape.stretch;
-    if (shape.scan) return 32;
-    if (fills_multiprocessors(sequences * shape.value_heads)) return 1 << 24;
-    index_t const chunks = tokens / kernels::delta_chunk * shape.value_heads / multiprocessors(); // of one of them
-    return chunks >= 64 * 7 ? 64 : chunks >= 24 * 5 ? 24 : 16;
+/// Returns how sequences are cut: not at all, if they and heads alone keep the multiprocessors busy; else into
+/// stretches of 16 chunks, or more if there are stretches enough for five or seven waves of blocks, as a state is
+/// written and read before each. By scan it is always the same, so that the bits are those of every GPU.
+template <bool Erases>
+kernels::delta_cut delta_cut_of(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences) {
+    if (shape.stretch > 0) return {static_cast<int>(shape.stretch)};
+    if (shape.scan) return {32};
+    int const all = multiprocessors(), heads = static_cast<int>(shape.value_heads);
+    if (fills_multiprocessors(sequences * heads)) return {1 << 24};
+    index_t const chunks = tokens / kernels::delta_chunk * heads / all; // of one of them
+    return {chunks >= 64 * 7 ? 64 : chunks >= 24 * 5 ? 24 : 16, all, heads, 2 / kernels::delta_state_blocks<Erases>};
 }
 
 /// Whether tensor cores can be used, where the copy engine can read and write all rows.
@@ -94,11 +96,11 @@ delta_space delta_saved_space(gated_delta_rule_shape const& shape, index_t token
 /// `saved`: inverses and gates have a place of their own.
 template <bool Erases, class T>
 delta_space delta_forward_space(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences, bool saved) {
-    if (!has_delta_hopper<Erases, T>(shape, tokens)) return delta_plan_space(shape, tokens, sequences, 1 << 24);
-    auto space = delta_plan_space(shape, tokens, sequences, delta_stretch(shape, tokens, sequences));
+    if (!has_delta_hopper<Erases, T>(shape, tokens)) return delta_plan_space(shape, tokens, sequences);
+    auto space = delta_plan_space(shape, tokens, sequences, delta_cut_of<Erases>(shape, tokens, sequences));
     space.hopper = true;
     if (!saved) take_delta_prepared<Erases>(shape, space);
-    space.states_first = (tokens + kernels::delta_chunk - 1) / kernels::delta_chunk + 1 > space.stretch_chunks;
+    space.states_first = (tokens + kernels::delta_chunk - 1) / kernels::delta_chunk + 1 > space.cut.chunks;
     auto const states = [&] {
         return space.take(space.stretches * shape.value_heads * 2 * kernels::delta::snapshot_words, sizeof(float));
     };
@@ -112,7 +114,7 @@ delta_space delta_forward_space(gated_delta_rule_shape const& shape, index_t tok
 
 template <bool Erases, class T>
 delta_space delta_fold_space(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences) {
-    auto space = delta_plan_space(shape, tokens, sequences, 1 << 24);
+    auto space = delta_plan_space(shape, tokens, sequences);
     space.hopper = has_delta_hopper<Erases, T>(shape, tokens);
     if (space.hopper) take_delta_prepared<Erases>(shape, space);
     return space;
@@ -121,7 +123,7 @@ delta_space delta_fold_space(gated_delta_rule_shape const& shape, index_t tokens
 template <bool Erases, class T>
 delta_space delta_backward_space(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences, bool saved) {
     if (!has_delta_hopper<Erases, T>(shape, tokens)) return delta_plain_backward_space(shape, tokens, sequences);
-    auto space = delta_plan_space(shape, tokens, sequences, 1 << 24);
+    auto space = delta_plan_space(shape, tokens, sequences);
     space.hopper = true;
     if (!saved) take_delta_prepared<Erases>(shape, space);
     space.states = space.take(space.chunks * shape.value_heads, kernels::delta::state_bytes);
@@ -278,11 +280,11 @@ delta_space delta_saved_space(gated_delta_rule_shape const&, index_t, index_t) {
 }
 template <bool Erases, class T>
 delta_space delta_forward_space(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences, bool) {
-    return delta_plan_space(shape, tokens, sequences, 1 << 24);
+    return delta_plan_space(shape, tokens, sequences);
 }
 template <bool Erases, class T>
 delta_space delta_fold_space(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences) {
-    return delta_plan_space(shape, tokens, sequences, 1 << 24);
+    return delta_plan_space(shape, tokens, sequences);
 }
 template <bool Erases, class T>
 delta_space delta_backward_space(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences, bool) {

@@ -28,7 +28,7 @@ struct delta_call {
                 reinterpret_cast<int*>(workspace + space.flags),
                 space.stretches * shape.value_heads * 4,
                 static_cast<int>(space.sequences),
-                static_cast<int>(space.stretch_chunks)};
+                space.cut};
     }
     kernels::delta_tokens<T> tokens() const {
         return {delta_view(in.q),

@@ -1,0 +1,101 @@
+// SPDX-License-Identifier: Apache-2.0
+// Where the chunks and stretches of a batch lie for the gated delta rule's kernels, and in which order stretches come.
+#include "words.hpp"
+
+#include <cpx/delta_rule_plan.cuh>
+
+#include <doctest/doctest.h>
+
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+namespace {
+
+namespace kernels = cpx::kernels;
+
+/// What `delta_rule_plan` makes of sequences of so many tokens, in the room that a launch has for it.
+struct planned {
+    std::vector<kernels::delta_sequence> sequences;
+    std::vector<kernels::delta_stretch> stretches;
+    std::vector<int> flags;
+    int totals[3] = {-1, -1, -1};
+    kernels::delta_plan plan{};
+
+    planned(kernels::delta_cut const& cut, std::vector<std::int64_t> const& tokens) : sequences(tokens.size()) {
+        std::vector<std::int64_t> offsets{0};
+        for (std::int64_t const n : tokens) offsets.push_back(offsets.back() + n);
+        auto const count = static_cast<std::int64_t>(tokens.size());
+        // a launch's room, which knows no lengths: `cuda::detail::delta_plan_space`
+        stretches.resize(static_cast<std::size_t>((offsets.back() / 64 + 2 * count) / cut.chunks + count), {-1, -1});
+        flags.resize(8, 7);
+        plan = {sequences.data(), stretches.data(), totals, flags.data(), 8, static_cast<int>(count), cut};
+        gpu::now().launch({1, 1}, {1024, 1}, [&] { kernels::delta_rule_plan(offsets.data(), nullptr, nullptr, plan); });
+    }
+};
+
+/// Checks that every stretch is in the list once, and that those of a sequence are all of it, and but for the last in
+/// order.
+void check(kernels::delta_cut const& cut, std::vector<std::int64_t> const& tokens) {
+    CAPTURE(cut.chunks);
+    CAPTURE(cut.multiprocessors);
+    CAPTURE(cut.heads);
+    planned const p(cut, tokens);
+    CHECK(p.flags == std::vector<int>(8, 0));
+    REQUIRE(p.totals[1] <= static_cast<int>(p.stretches.size()));
+    int chunks = 0, stretches = 0;
+    for (std::size_t s = 0; s < tokens.size(); ++s) {
+        auto const& sequence = p.sequences[s];
+        CAPTURE(tokens[s]);
+        CHECK(sequence.chunks == (tokens[s] + 63) / 64);
+        CHECK(sequence.first_chunk == chunks);
+        CHECK(sequence.first_stretch == stretches);
+        chunks += sequence.chunks, stretches += sequence.stretches;
+        std::vector<int> numbers;
+        bool has_last = false;
+        for (int i = 0; i < p.totals[1]; ++i) {
+            auto const& of = p.stretches[static_cast<std::size_t>(i)];
+            if (of.sequence != static_cast<int>(s)) continue;
+            if (of.number + 1 == sequence.stretches)
+                CHECK(!std::exchange(has_last, true));
+            else
+                numbers.push_back(of.number);
+        }
+        CHECK(has_last);
+        REQUIRE(static_cast<int>(numbers.size()) == sequence.stretches - 1);
+        for (int k = 0; k + 1 < sequence.stretches; ++k) {
+            CHECK(numbers[static_cast<std::size_t>(k)] == k);
+            CHECK(p.plan.end_of(sequence, k) == (k + 1) * cut.chunks);
+        }
+        CHECK(p.plan.end_of(sequence, sequence.stretches - 1) == sequence.chunks);
+        if (sequence.chunks > 0) CHECK((sequence.stretches - 1) * cut.chunks < sequence.chunks);
+    }
+    CHECK(p.totals[0] == chunks);
+    CHECK(p.totals[1] == stretches);
+    CHECK(p.totals[2] == 0);
+}
+
+} // namespace
+
+TEST_SUITE("cuda_on_cpu") {
+    TEST_CASE("every stretch of a batch has its place in the order of the delta rule's kernels, however it is cut") {
+        for (int const multiprocessors : {0, 13, 132})
+            for (int const heads : {1, 32, 48})
+                for (int const chunks : {1, 16}) {
+                    kernels::delta_cut const cut{chunks, multiprocessors, heads, 2};
+                    check(cut, {64 * 300 + 1});
+                    check(cut, {64 * 100, 0, 1, 64 * 170, 64 * 16, 64 * 17});
+                }
+    }
+
+    TEST_CASE("the last stretch of a sequence is as long as it can be, and comes when the state has come to it") {
+        planned const one({24, 132, 32, 2}, {64 * 512}), two({24, 132, 32, 2}, {64 * 256, 64 * 256});
+        CHECK(one.sequences[0].stretches == 20); // the last one has 56 chunks
+        CHECK(one.stretches[14].number == 19);
+        for (auto const& sequence : two.sequences) CHECK(sequence.stretches == 6);      // 136
+        for (std::size_t const place : {2, 3}) CHECK(two.stretches[place].number == 5); // after the first ones
+        planned const few({16, 132, 8, 2}, {64 * 512}); // whose states take longest: none is longer
+        CHECK(few.sequences[0].stretches == 32);
+        CHECK(few.stretches[31].number == 31);
+    }
+}
