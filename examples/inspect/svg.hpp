@@ -297,11 +297,11 @@ private:
         double const height = room() ? head * static_cast<double>(b.heads.size()) : lane_height_,
                      middle = top + height / 2;
         double const x = x_(b.rows.first), width = x_.width(b.rows), row = width / static_cast<double>(b.rows.size());
-        double const margin = height < 6 ? 0 : 0.5;
+        double const inset = height < 6 ? 0 : 0.5;
         paint const thin(fill.ink.lighter(0.5), fill.ink, fill.pattern); // for what stays, where a rim has no room
         auto const rows = [&](double from, double to, double space) {
-            double const wide = std::max(to - from - 2 * space, 0.5), down = height - 2 * margin;
-            canvas_.box(from + space, top + margin, wide, down, stays && std::min(wide, down) < 3 ? thin : fill, rim);
+            double const wide = std::max(to - from - 2 * space, 0.5), down = height - 2 * inset;
+            canvas_.box(from + space, top + inset, wide, down, stays && std::min(wide, down) < 3 ? thin : fill, rim);
         };
         bool const words = height >= 14;
         if (row >= 15) { // every row is a box of its own

@@ -407,6 +407,8 @@ TEST_SUITE("ops") {
         support::rejects({"causal_conv1d: sharding of y: expected the plan's"}, call(plan, x, w, {}, foreign));
         support::rejects({"size of bias: expected 3, got 2"}, call(plan, x, w, std::span(bias).first(2), y));
         support::rejects({taps + "(3, 4)", "got (2, 4)"}, call(plan, x, w.sub(0, 2), {}, y));
+        support::rejects({"causal_conv1d: weight: expected memory, got null"},
+                         call(plan, x, cpx::rows<float const>(static_cast<float const*>(nullptr), 3, 4), {}, y));
         support::rejects({"shape of y: expected (11, 3), got (11, 2)"}, call(plan, x, w, {}, narrow));
         support::rejects({"shape of x: expected (11, 3), got (10, 3)"}, call(plan, low, w, {}, y));
         support::rejects({"shape of y: expected (11, 3), got (10, 3)"}, call(plan, x, w, {}, low));

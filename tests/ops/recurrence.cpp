@@ -545,7 +545,10 @@ TEST_SUITE("ops") {
                 [](R& r, tensors&, gradient&) { r.options.chunk = 0; });
         rejects("heads: expected a multiple of the heads of q 3, got 2",
                 [](R& r, tensors&, gradient&) { r.heads.key_heads = 3; });
-        rejects("heads x width: expected not negative", [](R& r, tensors&, gradient&) { r.heads.key_dim = -1; });
+        rejects("key_dim: expected at least 1, got -1", [](R& r, tensors&, gradient&) { r.heads.key_dim = -1; });
+        rejects("key_dim: expected at least 1, got 0", [](R& r, tensors&, gradient&) { r.heads.key_dim = 0; });
+        rejects("value_dim: expected at least 1, got 0", [](R& r, tensors&, gradient&) { r.heads.value_dim = 0; });
+        rejects("key heads: expected at least 1, got 0", [](R& r, tensors&, gradient&) { r.heads.key_heads = 0; });
         rejects("shape of q: expected (11, 8), got (11, 4)", [](R& r, tensors&, gradient&) { r.heads.key_dim = 8; });
         rejects("shape of k: expected (11, 4), got (11, 8)", [&](R&, tensors& t, gradient&) { t.x[1] = v; });
         rejects("shape of g: expected (11, 2), got (11, 4)", [&](R&, tensors& t, gradient&) { t.x[3] = q; });

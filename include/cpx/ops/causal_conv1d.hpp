@@ -19,7 +19,9 @@ void require_taps(char const* where, halo_plan<S> const& plan, side wanted, rows
     auto const name = [&](side s) { return names[s == side::after]; };
     require(plan.where == wanted, where, "rows that the plan brings",
             std::string("those ") + name(wanted) + " a segment", std::string("those ") + name(plan.where), here);
-    if (weight.count() == channels && weight.width() == plan.reach + 1) return;
+    bool const fits = weight.count() == channels && weight.width() == plan.reach + 1;
+    require(!fits || channels == 0 || weight.data(), where, "weight", "memory", "null", here);
+    if (fits) return;
     auto const shape = [](index_t n, index_t k) { return '(' + std::to_string(n) + ", " + std::to_string(k) + ')'; };
     throw error(where, "shape of weight",
                 shape(channels, plan.reach + 1) + ", the plan bringing " + std::to_string(plan.reach) + " rows",

@@ -42,12 +42,7 @@ namespace detail {
 
 /// Throws unless the heads fit each other and there are sizes of their states.
 inline void require_delta_heads(char const* where, delta_rule_heads const& heads, caller here) {
-    require_sizes(where,
-                  {{"key heads", heads.key_heads},
-                   {"value heads", heads.value_heads},
-                   {"key_dim", heads.key_dim},
-                   {"value_dim", heads.value_dim}},
-                  here);
+    heads.check(where, here);
     require_groups(where, "value heads", heads.value_heads, "key heads", heads.key_heads, here);
     for (index_t const dim : {heads.key_dim, heads.value_dim})
         product(where, "value heads x key_dim x dim", {heads.value_heads, heads.key_dim, dim}, here);

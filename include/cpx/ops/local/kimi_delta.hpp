@@ -115,6 +115,7 @@ struct kimi_delta_attention {
         return {options.chunk, detail::query_scale<double>(options.scale, heads.key_dim), options.qk_l2norm};
     }
     void check(char const* where, caller here) const {
+        heads.check(where, here);
         require(options.chunk >= 1, where, "chunk", "at least 1", options.chunk, here);
     }
 

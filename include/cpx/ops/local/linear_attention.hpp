@@ -39,6 +39,7 @@ struct linear_attention {
     }
     recurrence_settings settings() const { return {options.chunk, scale<double>(), false}; }
     void check(char const* where, caller here) const {
+        heads.check(where, here);
         require(options.chunk >= 1, where, "chunk", "at least 1", options.chunk, here);
     }
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cpx/core/rows.hpp>
+#include <cpx/ops/local/shape.hpp>
 
 #include <array>
 #include <concepts>
@@ -48,6 +49,14 @@ struct recurrence_input {
 struct recurrence_heads {
     index_t key_heads = 1, value_heads = 1;
     index_t key_dim = 1, value_dim = 1;
+
+    /// Throws `cpx::error` unless each is at least 1.
+    void check(char const* where, caller here) const {
+        detail::require_sizes(
+            where,
+            {{"key heads", key_heads}, {"value heads", value_heads}, {"key_dim", key_dim}, {"value_dim", value_dim}},
+            here);
+    }
 };
 
 template <class R>
