@@ -24,7 +24,8 @@ void delta_of_rows(auto const&...) { FAIL("delta ran"); }
 void add_readers(auto const&...) { FAIL("readers were added"); }
 void check_rule_in(auto const&...) {} // of which memory, the layer says
 void convolve(auto const&...) { FAIL("the convolution ran"); }
-void convolve_backward(auto const&...) { FAIL("the backward of the convolution ran"); }
+void convolve_backward_by_rank(auto const&...) { FAIL("the backward of the convolution ran"); }
+void add_in_order(auto const&...) { FAIL("the weights' sums of the convolution ran"); }
 void run_delta_rule(auto const&...) { FAIL("the delta rule ran"); }
 void run_delta_rule_backward(auto const&...) { FAIL("the backward of the delta rule ran"); }
 void normalise(auto const&...) { FAIL("the norm ran"); }
