@@ -176,7 +176,7 @@ public:
 
     template <class X = detail::any>
     explicit movement(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {})
-        : movement(lacking<Plan>(), typename kind::width(), capacity(), lacking<Comm&>()) {
+        : movement(detail::lacking<Plan>(), typename kind::width(), capacity(), detail::lacking<Comm&>()) {
         static_assert(detail::never<X>, "cpx: movement(plan, width, capacity, comm) wants a plan of its type, the "
                                         "width of a row, a capacity and a cpx::transport");
     }
@@ -218,10 +218,6 @@ public:
     }
 
 private:
-    template <class Y>
-    static Y lacking() {
-        throw;
-    }
     template <class X>
     static detail::refused unfit() {
         static_assert(
