@@ -8067,6 +8067,10 @@ public:
                                         "width of a row, a capacity and a cpx::transport");
     }
 
+    template <class X, class Most = capacity>
+        requires std::same_as<Most, capacity>
+    explicit movement(X const& plan, detail::any, Most const&, detail::any = {}, detail::any = {}) : movement(plan) {}
+
     // Not of `detail::any`, which takes rows in braces as well as what wants them.
     template <class X, class... Rest>
         requires(!std::convertible_to<X, index_t> || sizeof...(Rest) != 3)
@@ -8266,6 +8270,11 @@ template <class T, class X, class Most = capacity>
     requires std::same_as<Most, capacity>
 detail::refused make_movement(X const& from, detail::any, detail::any, Most const&, detail::any = {}) {
     return make_movement<T>(from);
+}
+template <class T, class X, class Most = capacity>
+    requires std::same_as<Most, capacity>
+detail::refused make_movement(X const& plan, detail::any, Most const&, detail::any = {}, detail::any = {}) {
+    return make_movement<T>(plan);
 }
 
 } // namespace cpx
