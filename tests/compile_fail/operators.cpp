@@ -318,7 +318,8 @@ void of_experts(cpx::rows<float> x, std::vector<cpx::index_t> const& list, std::
                 cpx::expert_rows const& at, cpx::expert_exchange<cpx::threads> const& over_ranks) {
     at.to_experts(cpx::rows<float const>(x), 4), over_ranks.to_experts<float>(x, 4);
     at.to_tokens(cpx::rows<float const>(x), x), over_ranks.to_tokens<float>(x, {x.data(), 1, 4});
-    cpx::gather_rows(cpx::host_memory(), x, list, x), cpx::scatter_rows<float>(cpx::host_memory(), x, list, x);
+    cpx::gather_rows(cpx::host_memory(), x, list, x),
+        cpx::scatter_rows<float>(cpx::host_memory(), x, list, {x.data(), 1, 4});
     cpx::add_readers<float>(cpx::host_memory(), x, 2, 4, {x.data(), 1, 4});
     cpx::gated_delta_net_weights<float> const of_vectors{.A_log = {numbers, 1}};
 }
@@ -497,7 +498,7 @@ void of_no_experts(held_twice x, cpx::row_buffer<float>& buffer, cpx::rows<float
     sums.experts(chosen, w, w, w, comm);
     cpx::add_terms(sums, x, w);
     cpx::moe(of, w, cpx::expert_choices<float>(), chosen, w); // its sentence is said once, of `mixes`
-    cpx::gather_rows<float>(cpx::host_memory(), x, numbers, buffer);
+    cpx::gather_rows(cpx::host_memory(), x, numbers, buffer);
     cpx::scatter_rows(cpx::host_memory(), w, numbers, x);
     cpx::add_readers(cpx::host_memory(), buffer, 2, 4, x);
 }
