@@ -358,10 +358,24 @@ template <class... P, class... X>
 inline constexpr bool takes<void(P...), X...> =
     std::is_invocable_v<void (*)(P...), X...> || std::is_invocable_v<void (*)(P..., caller), X...>;
 
+/// Whether X has been refused, or is a struct of tensors that could deduce nothing: all has been said of it.
+template <class X>
+inline constexpr bool said = std::same_as<X, refused>;
+template <template <class, class...> class X, class... More>
+inline constexpr bool said<X<refused, More...>> = true;
+template <template <class, class, auto> class X, class S, auto N>
+inline constexpr bool said<X<refused, S, N>> = true;
+
 /// False, but only where the template that asserts it is used. Where one of X has been refused before, nothing more is
 /// said. Of a function's own assertions, each stands behind those before it: one mistake is said at a time.
 template <class... X>
-inline constexpr bool never = some_refused<std::remove_cvref_t<X>...>;
+inline constexpr bool never = (said<std::remove_cvref_t<X>> || ...);
+
+/// What a constructor that refuses its arguments is made of, to be what it says alone.
+template <class Y>
+Y lacking() {
+    throw;
+}
 
 } // namespace cpx::detail
 
@@ -3066,11 +3080,11 @@ struct no_tensor : refused {
 };
 /// A struct says it once for all its fields of a type, const or not; one that can deduce nothing, for all.
 template <class T, class S, class M>
-using said_of = std::conditional_t<std::same_as<std::remove_const_t<T>, refused>, rows<refused>,
-                                   sharded<std::remove_const_t<T>, S, M>>;
+using said_of =
+    std::conditional_t<std::same_as<std::remove_const_t<T>, refused>, refused*, sharded<std::remove_const_t<T>, S, M>>;
 template <class Of>
 no_tensor<Of> no_field() {
-    constexpr bool told = !std::same_as<Of, rows<refused>>;
+    constexpr bool told = !std::same_as<Of, refused*>;
     static_assert(never<Of> || told,
                   "cpx: a struct of tensors cannot tell its type: it lacks one, its first is none, those in braces "
                   "differ, or names tell clang++ nothing; write it, as in delta_rule_tensors<float, "
@@ -3085,7 +3099,7 @@ template <class View, class X>
 View view_field(X&& x) {
     constexpr bool views = sharded_anywhere<X>;
     if constexpr (std::same_as<element_of<View>, refused>)
-        no_field<rows<element_of<View>>>();
+        no_field<element_of<View>*>();
     else if constexpr (!views)
         static_assert(views, "cpx: a struct of tensors lacks one, or is given what is none; view other memory as "
                              "sharded(rows, sharding, rank)");
@@ -8048,10 +8062,14 @@ public:
 
     template <class X = detail::any>
     explicit movement(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {})
-        : movement(lacking<Plan>(), typename kind::width(), capacity(), lacking<Comm&>()) {
+        : movement(detail::lacking<Plan>(), typename kind::width(), capacity(), detail::lacking<Comm&>()) {
         static_assert(detail::never<X>, "cpx: movement(plan, width, capacity, comm) wants a plan of its type, the "
                                         "width of a row, a capacity and a cpx::transport");
     }
+
+    template <class X, class Most = capacity>
+        requires std::same_as<Most, capacity>
+    explicit movement(X const& plan, detail::any, Most const&, detail::any = {}, detail::any = {}) : movement(plan) {}
 
     // Not of `detail::any`, which takes rows in braces as well as what wants them.
     template <class X, class... Rest>
@@ -8090,10 +8108,6 @@ public:
     }
 
 private:
-    template <class Y>
-    static Y lacking() {
-        throw;
-    }
     template <class X>
     static detail::refused unfit() {
         static_assert(
@@ -8256,6 +8270,11 @@ template <class T, class X, class Most = capacity>
     requires std::same_as<Most, capacity>
 detail::refused make_movement(X const& from, detail::any, detail::any, Most const&, detail::any = {}) {
     return make_movement<T>(from);
+}
+template <class T, class X, class Most = capacity>
+    requires std::same_as<Most, capacity>
+detail::refused make_movement(X const& plan, detail::any, Most const&, detail::any = {}, detail::any = {}) {
+    return make_movement<T>(plan);
 }
 
 } // namespace cpx
@@ -8721,6 +8740,10 @@ public:
         : world_((require_ranks("threads::group", ranks, here), ranks),
                  detail::checked_deadline("threads::group", deadline, here), here) {
         for (int rank = 0; rank < ranks; ++rank) members_.push_back(threads(world_, rank));
+    }
+    template <class X = void>
+    explicit group(detail::any = {}, detail::any = {}, detail::any = {}) : group(1) {
+        static_assert(detail::never<X>, "cpx: threads::group(ranks, deadline) wants a number of ranks");
     }
     group(group const&) = delete;
     group& operator=(group const&) = delete;

@@ -107,6 +107,15 @@ using bringing = cpx::movement<float, cpx::halo_plan<zigzag>, cpx::threads>;
 // expect: movement of a tensor that is not sharded as its source
 void swapped(stepwise& move, cpx::tensor<float, given>& x, cpx::tensor<float, sequential>& y) { move(x, y); }
 
+// A movement is made for a capacity in braces.
+void made(cpx::halo_plan<zigzag> const& brings, cpx::carry_plan<cpx::scan, zigzag> const& carries, zigzag const& from,
+          sequential const& to, cpx::threads& comm) {
+    bringing of_names(brings, 4, {.rows = 4}, comm), of_numbers(brings, 4, {4, 1}, comm);
+    cpx::make_movement<float>(brings, 4, {.rows = 4}, comm);
+    cpx::make_movement<float>(carries, {1, 2}, {.rows = 4}, comm);
+    cpx::make_movement<float>(from, to, 4, {.rows = 4}, comm);
+}
+
 // Rows that are not const, views and plain numbers fit a movement.
 void plainly(stepwise& move, bringing& bring,
              cpx::movement<float, cpx::carry_plan<cpx::scan, zigzag>, cpx::threads>& carry, view<zigzag> x,
@@ -203,6 +212,20 @@ void groups(group& lone, cpx::threads& comm) {
 
 // expect: make_movement<T>.from, to, width, capacity, comm. wants two shardings
 void makes(zigzag const& from, sequential const& to) { cpx::make_movement<float>(from, to, 4, cpx::capacity{}); }
+
+// A capacity in braces with names, which clang++ takes for no other argument.
+// expect: make_movement<T>.from, to, width, capacity, comm. wants two shardings
+// expect: make_movement<T>.from, to, width, capacity, comm. wants two shardings
+// expect: make_movement<T>.from, to, width, capacity, comm. wants two shardings
+// expect: movement.plan, width, capacity, comm. wants a plan of its type
+void makes(cpx::halo_plan<zigzag> const& brings, cpx::halo_plan<sequential> const& others,
+           cpx::carry_plan<cpx::scan, zigzag> const& carries, cpx::tensor<float, zigzag>& x, group& lone,
+           cpx::threads& comm) {
+    cpx::make_movement<float>(brings, 4, {.rows = 4}, lone);
+    cpx::make_movement<float>(x, 4, {.rows = 4}, comm);
+    cpx::make_movement<float>(carries, {1, 2}, {.rows = 4}, lone);
+    bringing of_another(others, 4, {.rows = 4}, comm);
+}
 
 // expect: check_transport.run. wants what runs a program
 auto checks(cpx::threads& comm) { return cpx::testing::check_transport(comm); }

@@ -2,7 +2,10 @@
 #include <cpx/cpx.hpp>
 #include <cpx/ops/cuda/causal_conv1d.hpp>
 #include <cpx/ops/cuda/gated_delta_rule.hpp>
+#include <cpx/ops/cuda/head_decay_attention.hpp>
+#include <cpx/ops/cuda/mrope.hpp>
 #include <cpx/ops/cuda/rotary.hpp>
+#include <cpx/ops/cuda/vision.hpp>
 
 using zigzag = cpx::sharding<cpx::zigzag<4>>;
 using sequential = cpx::sharding<cpx::sequential<4>>;
@@ -73,6 +76,48 @@ void unprepared(cpx::halo_plan<zigzag> const& p, view<zigzag, device> x, cpx::ro
 // expect: cuda::rotary.x, head_dim, pairs, positions, y. wants tensors of cuda::memory
 void turns(std::vector<float>& x, cpx::cuda::rotary_pairs const& pairs, cpx::cuda::rotary_positions const& positions) {
     auto const y = cpx::cuda::rotary(x, 8, pairs, positions, x); // which returns nothing, but that is not the mistake
+}
+
+// expect: cuda::put_features.at, kind, features, x. wants placeholder_rows, a media_kind, and tensors of cuda::memory
+// expect: cuda::put_features_backward.at, kind, dx, dfeatures. wants placeholder_rows
+// expect: cuda::add_features.at, kind, features, x. wants placeholder_rows
+// expect: cuda::add_features_backward.at, kind, dx, dfeatures. wants placeholder_rows
+// expect: cuda::placeholder_rows.positions, memory. wants sharded_positions and a cuda::memory
+// expect: cuda::placeholder_rows.positions, memory. wants sharded_positions and a cuda::memory
+void features(cpx::sharded_positions<zigzag> const& positions, cpx::cuda::placeholder_rows<zigzag> const& at,
+              cpx::tensor<float, zigzag>& on_host, cpx::tensor<float, zigzag, device>& x,
+              cpx::cuda::communicator& comm) {
+    auto const image = cpx::media_kind::image;
+    cpx::cuda::put_features(at, image, on_host, on_host);
+    cpx::cuda::put_features_backward(positions, image, x, x);
+    cpx::cuda::add_features(at, image, x.data(), x);
+    cpx::cuda::add_features_backward(at, x, x);
+    cpx::cuda::placeholder_rows const listed(positions, comm);
+    cpx::cuda::placeholder_rows<zigzag> const of_a_tensor(x, comm);
+}
+
+// expect: cuda::conv_exchange<T, S>.before, after, channels, comm., .* wants halo_plans
+// expect: cuda::conv_exchange<T, S>.before, after, channels, comm., .* wants halo_plans
+// expect: cuda::conv_exchange<T, S>.before, after, channels, comm., .* T and S always written
+// expect: cuda::conv_exchange<T, S>.before, after, channels, comm., .* T and S always written
+// expect: cuda::exchange<T>.plan, width, comm. wants
+// expect: cuda::state_exchange.comm, most. wants a cuda::communicator
+// expect: cuda::mrope_positions.comm, most, of. wants a cpx::device_transport
+void made(cpx::halo_plan<sequential> const& other, cpx::halo_plan<zigzag> const& halo, plan<zigzag, sequential> moves,
+          cpx::threads& threads, cpx::cuda::communicator& comm) {
+    cpx::cuda::conv_exchange<float, zigzag> of_another(other, 4, comm);
+    cpx::cuda::conv_exchange<float, zigzag> on_host(halo, 4, threads);
+    cpx::cuda::conv_exchange of_a_relayout(moves, 4, comm);
+    cpx::cuda::conv_exchange of_no_type(halo, 4, comm);
+    cpx::cuda::exchange<float> rows(moves, 4, comm);
+    cpx::cuda::state_exchange states(threads);
+    cpx::cuda::mrope_positions<cpx::cuda::communicator> positions(threads, {});
+}
+
+// expect: a struct of tensors cannot tell its type
+void carries_decay(cpx::carry_plan<cpx::scan, zigzag> const& p, cpx::tensor<float, zigzag, device>& t,
+                   cpx::cuda::communicator& comm) {
+    cpx::recur(p, cpx::head_decay_attention{}, cpx::recurrence_tensors{{t, t, t, t}, t}, comm);
 }
 
 // Of two mistakes in a call the first is said.

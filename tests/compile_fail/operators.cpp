@@ -314,6 +314,15 @@ void local(cpx::rows<float> x, cpx::rows<cpx::index_t> chosen, std::vector<float
     cpx::convolve_segment_backward_input<float>(x, x, x, x);
     cpx::convolve_segment_backward_weight<float>(x, x, x, x, list.data());
 }
+void of_experts(cpx::rows<float> x, std::vector<cpx::index_t> const& list, std::vector<float> const& numbers,
+                cpx::expert_rows const& at, cpx::expert_exchange<cpx::threads> const& over_ranks) {
+    at.to_experts(cpx::rows<float const>(x), 4), over_ranks.to_experts<float>(x, 4);
+    at.to_tokens(cpx::rows<float const>(x), x), over_ranks.to_tokens<float>(x, {x.data(), 1, 4});
+    cpx::gather_rows(cpx::host_memory(), x, list, x),
+        cpx::scatter_rows<float>(cpx::host_memory(), x, list, {x.data(), 1, 4});
+    cpx::add_readers<float>(cpx::host_memory(), x, 2, 4, {x.data(), 1, 4});
+    cpx::gated_delta_net_weights<float> const of_vectors{.A_log = {numbers, 1}};
+}
 #else
 // What writes into its last argument returns nothing, refused or not; what is done with that is no second mistake.
 // expect: linear<T>.x, weight, y. wants rows of T
@@ -465,6 +474,40 @@ void mixes(cpx::moe_weights<float> const& w, cpx::moe_saved<float> const& saved,
     cpx::moe_backward(w, saved, x, x);
     cpx::choose_experts(w.gate, x, 2);
     cpx::replay_experts<float>(w.gate, x.data(), x);
+}
+
+// expect: expert_rows::to_experts.x, width. wants rows of T const
+// expect: expert_rows::to_tokens<T>.x, y. wants rows of T
+// expect: expert_exchange::to_experts.x, width. wants rows of T const
+// expect: expert_exchange::to_tokens<T>.x, y. wants rows of T
+// expect: expert_exchange::of_rows.at, comm. wants expert_rows
+// expect: weight_sums::experts.at, x, dy, dweight, all. wants expert_rows or an expert_exchange
+// expect: add_terms.sums, terms, to. wants weight_sums, a tensor that is sharded as these
+// expect: gather_rows.memory, from, list, to. wants rows
+// expect: scatter_rows.memory, from, list, to. wants rows
+// expect: add_readers.memory, terms, group, width, sum. wants rows
+void of_no_experts(held_twice x, cpx::row_buffer<float>& buffer, cpx::rows<float> w, labels_of numbers,
+                   cpx::rows<cpx::index_t const> chosen, cpx::expert_rows const& at,
+                   cpx::expert_exchange<cpx::threads> const& over_ranks, cpx::moe_weights<float> const& of,
+                   cpx::weight_sums<sequential, cpx::threads> const& sums, cpx::threads& comm) {
+    auto const input = at.to_experts<float>(x, 4);
+    at.to_tokens<float>(buffer, buffer);
+    over_ranks.to_experts(buffer, 4);
+    over_ranks.to_tokens(w, x);
+    cpx::expert_exchange<cpx::threads>::of_rows(chosen, comm);
+    sums.experts(chosen, w, w, w, comm);
+    cpx::add_terms(sums, x, w);
+    cpx::moe(of, w, cpx::expert_choices<float>(), chosen, w); // its sentence is said once, of `mixes`
+    cpx::gather_rows(cpx::host_memory(), x, numbers, buffer);
+    cpx::scatter_rows(cpx::host_memory(), w, numbers, x);
+    cpx::add_readers(cpx::host_memory(), buffer, 2, 4, x);
+}
+
+// expect: a gated_delta_net_relayout takes the gated_delta_net_states of a layer
+// expect: threads::group.ranks, deadline. wants a number of ranks
+void hands_over(cpx::gated_delta_net_relayout<zigzag, everywhere> const& r, held_twice x, cpx::threads& comm) {
+    r(x, x, comm);
+    cpx::threads::group of_a_sharding(x.sharding());
 }
 
 // Fields that are no tensors.

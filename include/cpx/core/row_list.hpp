@@ -73,5 +73,19 @@ void scatter_rows(host_memory, std::type_identity_t<rows<T const>> from, std::sp
     for (index_t i = 0; i < from.count(); ++i)
         std::copy_n(from.row(i), to.width(), to.row(list[static_cast<std::size_t>(i)]));
 }
+template <class T = void>
+    requires std::same_as<T, void> // else T in brackets and rows in braces would fit both
+detail::refused gather_rows(host_memory, detail::any, detail::any = {}, detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<T>, "cpx: gather_rows(memory, from, list, to) wants rows, a span of index_t and rows "
+                                    "of the same elements, not const; take rows with view() or data()");
+    return {};
+}
+template <class T = void>
+    requires std::same_as<T, void> // else T in brackets and rows in braces would fit both
+detail::refused scatter_rows(host_memory, detail::any, detail::any = {}, detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<T>, "cpx: scatter_rows(memory, from, list, to) wants rows, a span of index_t and rows "
+                                    "of the same elements, not const; take rows with view() or data()");
+    return {};
+}
 
 } // namespace cpx

@@ -78,6 +78,11 @@ public:
     /// The same of one plan.
     exchange(plan const& p, index_t width, nccl& comm, exchange_options const& of = {}, caller here = caller::here())
         : exchange(std::span<plan const>(&p, 1), width, comm, of, here) {}
+    template <class X = void>
+    explicit exchange(cpx::detail::any = {}, cpx::detail::any = {}, cpx::detail::any = {}, cpx::detail::any = {})
+        : exchange(std::span<plan const>(), 0, cpx::detail::lacking<nccl&>()) {
+        static_assert(cpx::detail::never<X>, "cpx: cuda::exchange<T>(plan, width, comm) wants plans and a cpx::nccl");
+    }
 
     /// Replaces the plans from the next call on, in the order of the stream: uploads their tables, and neither
     /// allocates device memory nor waits for the device or for another rank. All ranks do so between the same calls.
@@ -236,7 +241,6 @@ private:
     }
     static std::size_t bytes(index_t elements) { return static_cast<std::size_t>(elements) * sizeof(T); }
     static unsigned grid(launch_size size) { return static_cast<unsigned>(std::clamp(size.slices, 1, 1056)); }
-
     void require_device(caller here) const {
         require(current_device() == comm_.device(), where, "current device", comm_.device(), current_device(), here);
     }
@@ -263,11 +267,10 @@ private:
             made.add({source, target, sums, made.list.size(), cpx::detail::tables_of(all, of_.others)});
         }
         if (!later) return made;
-        auto const fits = [&](char const* what, index_t count, index_t most) {
-            require(count <= most, where, what, detail::in_words("at most ", most), count, here);
-        };
-        fits("rectangles of the plans", std::ssize(made.list), room());
-        fits("bytes that leave or come", made.staged, staged_out_.size());
+        index_t const count = std::ssize(made.list), bytes = staged_out_.size();
+        require(count <= room(), where, "rectangles of the plans", detail::in_words("at most ", room()), count, here);
+        require(made.staged <= bytes, where, "bytes that leave or come", detail::in_words("at most ", bytes),
+                made.staged, here);
         return made;
     }
     /// Gives tables and their word to the device, in the order of the stream. `compared`: no rank has others.
@@ -311,7 +314,6 @@ private:
     }
     /// Returns how many rectangles there is room for.
     index_t room() const { return (list_.size() - head()) / static_cast<index_t>(sizeof(kernels::rectangle)); }
-
     /// Bytes before the rectangles: this rank's word, and that of every rank.
     index_t head() const { return (comm_.ranks() + 8) / 8 * 64; }
     std::uint64_t* word() const { return reinterpret_cast<std::uint64_t*>(list_.data()); }

@@ -146,11 +146,11 @@ struct no_tensor : refused {
 };
 /// A struct says it once for all its fields of a type, const or not; one that can deduce nothing, for all.
 template <class T, class S, class M>
-using said_of = std::conditional_t<std::same_as<std::remove_const_t<T>, refused>, rows<refused>,
-                                   sharded<std::remove_const_t<T>, S, M>>;
+using said_of =
+    std::conditional_t<std::same_as<std::remove_const_t<T>, refused>, refused*, sharded<std::remove_const_t<T>, S, M>>;
 template <class Of>
 no_tensor<Of> no_field() {
-    constexpr bool told = !std::same_as<Of, rows<refused>>;
+    constexpr bool told = !std::same_as<Of, refused*>;
     static_assert(never<Of> || told,
                   "cpx: a struct of tensors cannot tell its type: it lacks one, its first is none, those in braces "
                   "differ, or names tell clang++ nothing; write it, as in delta_rule_tensors<float, "
@@ -165,7 +165,7 @@ template <class View, class X>
 View view_field(X&& x) {
     constexpr bool views = sharded_anywhere<X>;
     if constexpr (std::same_as<element_of<View>, refused>)
-        no_field<rows<element_of<View>>>();
+        no_field<element_of<View>*>();
     else if constexpr (!views)
         static_assert(views, "cpx: a struct of tensors lacks one, or is given what is none; view other memory as "
                              "sharded(rows, sharding, rank)");

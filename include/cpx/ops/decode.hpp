@@ -174,6 +174,12 @@ public:
             next += target_.width();
         }
     }
+    template <class X = void>
+    detail::refused operator()(detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) const {
+        static_assert(detail::never<X>, "cpx: a gated_delta_net_relayout takes the gated_delta_net_states of a layer, "
+                                        "from and to, whose elements are the same, and a cpx::transport");
+        return {};
+    }
 
 private:
     static constexpr char const* where = "gated_delta_net_relayout";

@@ -50,13 +50,19 @@ public:
 
     /// Brings together what `at` has in several groups of ranks: all rows of an expert to one of the ranks of `comm`,
     /// of which there may be more than experts. For sums in the order of the batch.
-    template <class Experts>
+    template <rows_of_experts Experts>
     static expert_exchange of_rows(Experts const& at, Comm& comm, caller here = caller::here()) {
         std::vector<index_t> ids;
         for (std::size_t e = 0; e + 1 < at.begins().size(); ++e)
             ids.resize(static_cast<std::size_t>(at.begins()[e + 1]), at.own().first + static_cast<index_t>(e));
         rows<index_t const> const chosen(ids.data(), std::ssize(ids), 1);
         return {expert_rows_in<M>(rank_memory(comm), chosen, at.experts(), at.places(), here), comm, here};
+    }
+    template <class X = void>
+    static detail::refused of_rows(detail::any = {}, detail::any = {}, detail::any = {}) {
+        static_assert(detail::never<X>, "cpx: expert_exchange::of_rows(at, comm) wants expert_rows, or an "
+                                        "expert_exchange, and a cpx::transport of its own type");
+        return {};
     }
 
     index_t experts() const { return sent_.experts(); }
@@ -95,6 +101,20 @@ public:
         if (!sorted_) scatter_rows<T>(memory(), x, order(), as_arrived.view(), here);
         detail::exchange_rows(back_, sorted_ ? x : rows<T const>(as_arrived.view()), back.view(), *comm_, here, where);
         sent_.template to_tokens<T>(back.view(), y, here);
+    }
+
+    template <class T = void>
+    detail::refused to_experts(detail::any = {}, detail::any = {}, detail::any = {}) const {
+        static_assert(detail::never<T>, "cpx: expert_exchange::to_experts(x, width) wants rows of T const, or of T as "
+                                        "to_experts<T>(x, width), and a number; take rows with view() or data()");
+        return {};
+    }
+    template <class T = detail::refused, class... X>
+        requires(!detail::takes<void(rows<T const>, rows<T>), X...>)
+    detail::refused to_tokens(X&&...) const {
+        static_assert(detail::never<X...>, "cpx: expert_exchange::to_tokens<T>(x, y) wants rows of T, not const where "
+                                           "they are written; take rows with view() or data()");
+        return {};
     }
 
 private:

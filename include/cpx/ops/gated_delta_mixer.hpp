@@ -51,7 +51,7 @@ struct gated_delta_net_state {
 /// Weights of a gated delta net layer, or their gradients, whole on every rank, named and shaped as in the checkpoint.
 ///
 /// Projections are (out, in); conv is (q + k + v channels, kernel); A_log, dt_bias (value heads, 1); norm (1,
-/// value_dim).
+/// value_dim). Of a vector: `.A_log = {list, 1}`.
 template <class A>
 struct gated_delta_net_parameters {
     field<rows<A>> in_proj_qkv, in_proj_z, in_proj_b, in_proj_a, conv, A_log, dt_bias, norm, out_proj;

@@ -83,6 +83,13 @@ void add_readers(host_memory, rows<T const> terms, index_t group, index_t width,
                 for (index_t column = 0; column < width; ++column) to[column] += from[reader * width + column];
         }
 }
+template <class T = void>
+detail::refused add_readers(host_memory, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
+                            detail::any = {}) {
+    static_assert(detail::never<T>, "cpx: add_readers(memory, terms, group, width, sum) wants rows of T const, two "
+                                    "numbers and rows of T; take rows with view() or data()");
+    return {};
+}
 
 /// Adds what the readers of shared heads contribute to them, such as the query heads of a group to the keys.
 ///

@@ -103,7 +103,7 @@ public:
     /// Adds the gradient of an `expert_linear` whose rows are those of `at`, `expert_rows` or an `expert_exchange`, to
     /// `dweight`: (all experts * out, in). x: (rows of at, in), dy: (rows of at, out). all: the ranks that have tokens
     /// or experts, of several batches, too.
-    template <class T, class Experts, transport All>
+    template <class T, rows_of_experts Experts, transport All>
     void experts(Experts const& at, std::type_identity_t<rows<T const>> x, std::type_identity_t<rows<T const>> dy,
                  rows<T> dweight, All& all, caller here = caller::here()) const {
         detail::require_shape("weight_sums::experts", "dweight", dweight, at.experts() * dy.width(), x.width(), here);
@@ -118,7 +118,7 @@ public:
     }
     /// The same in any memory: calls `add(experts, x, dy)` with the rows of `experts.own()` that this rank is to add
     /// up, from `experts.begins()` on; not at all where it has none.
-    template <class T, class Experts, any_transport All, class Add>
+    template <class T, rows_of_experts Experts, any_transport All, class Add>
         requires std::invocable<Add&, Experts const&, rows<T const>, rows<T const>>
     void experts(Experts const& at, std::type_identity_t<rows<T const>> x, std::type_identity_t<rows<T const>> dy,
                  All& all, Add&& add, caller here = caller::here()) const {
@@ -216,6 +216,13 @@ void add_terms(weight_sums<S, Comm> const& sums, tensor<T, S, M> const& terms, r
     auto const own = sums.share(terms, terms.width(), here);
     rows<T> const share(to.data() + own.share.first, 1, own.share.size());
     for_each_element(terms.memory(), 1, share.width(), rowwise::add_rows<T>{own.data, nullptr, share}, here);
+}
+template <class X = detail::any, class Y = detail::any>
+detail::refused add_terms(X const& = {}, Y const& = {}, detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<X, Y>,
+                  "cpx: add_terms(sums, terms, to) wants weight_sums, a tensor that is sharded as these and rows of "
+                  "its elements; make the sums with weight_sums(terms.sharding(), ...)");
+    return {};
 }
 
 } // namespace cpx

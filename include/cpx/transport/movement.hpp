@@ -176,10 +176,14 @@ public:
 
     template <class X = detail::any>
     explicit movement(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {})
-        : movement(lacking<Plan>(), typename kind::width(), capacity(), lacking<Comm&>()) {
+        : movement(detail::lacking<Plan>(), typename kind::width(), capacity(), detail::lacking<Comm&>()) {
         static_assert(detail::never<X>, "cpx: movement(plan, width, capacity, comm) wants a plan of its type, the "
                                         "width of a row, a capacity and a cpx::transport");
     }
+
+    template <class X, class Most = capacity>
+        requires std::same_as<Most, capacity>
+    explicit movement(X const& plan, detail::any, Most const&, detail::any = {}, detail::any = {}) : movement(plan) {}
 
     // Not of `detail::any`, which takes rows in braces as well as what wants them.
     template <class X, class... Rest>
@@ -218,10 +222,6 @@ public:
     }
 
 private:
-    template <class Y>
-    static Y lacking() {
-        throw;
-    }
     template <class X>
     static detail::refused unfit() {
         static_assert(
@@ -384,6 +384,11 @@ template <class T, class X, class Most = capacity>
     requires std::same_as<Most, capacity>
 detail::refused make_movement(X const& from, detail::any, detail::any, Most const&, detail::any = {}) {
     return make_movement<T>(from);
+}
+template <class T, class X, class Most = capacity>
+    requires std::same_as<Most, capacity>
+detail::refused make_movement(X const& plan, detail::any, Most const&, detail::any = {}, detail::any = {}) {
+    return make_movement<T>(plan);
 }
 
 } // namespace cpx

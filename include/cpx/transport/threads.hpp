@@ -362,6 +362,10 @@ public:
                  detail::checked_deadline("threads::group", deadline, here), here) {
         for (int rank = 0; rank < ranks; ++rank) members_.push_back(threads(world_, rank));
     }
+    template <class X = void>
+    explicit group(detail::any = {}, detail::any = {}, detail::any = {}) : group(1) {
+        static_assert(detail::never<X>, "cpx: threads::group(ranks, deadline) wants a number of ranks");
+    }
     group(group const&) = delete;
     group& operator=(group const&) = delete;
 

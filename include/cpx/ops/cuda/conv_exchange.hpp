@@ -4,6 +4,7 @@
 
 #include <cpx/cuda/causal_conv1d.hpp>
 #include <cpx/cuda/communicator.hpp>
+#include <cpx/layout/piecewise.hpp>
 #include <cpx/layout/sharded.hpp>
 #include <cpx/ops/convolution_pass.hpp>
 #include <cpx/ops/sections.hpp>
@@ -47,6 +48,14 @@ public:
     conv_exchange(halo_plan<S> const& before, halo_plan<S> const& after, index_t channels, communicator& comm,
                   conv_exchange_options const& of = {}, caller here = caller::here())
         : conv_exchange(before, &after, channels, comm, of, here) {}
+    template <class X = cpx::detail::any>
+    explicit conv_exchange(X const& = {}, cpx::detail::any = {}, cpx::detail::any = {}, cpx::detail::any = {},
+                           cpx::detail::any = {}, cpx::detail::any = {})
+        : conv_exchange(cpx::detail::lacking<halo_plan<S> const&>(), 0, cpx::detail::lacking<communicator&>()) {
+        static_assert(cpx::detail::never<X>,
+                      "cpx: cuda::conv_exchange<T, S>(before, after, channels, comm), after for its backward, and T "
+                      "and S always written, wants halo_plans of S and a cuda::communicator");
+    }
 
     /// Makes the plans of another batch, in the order of the stream, unless this was made for one: no device memory is
     /// allocated, and nothing waits. Calls do so themselves. Throws `cpx::error` if there is no room for it; if ranks
@@ -170,6 +179,9 @@ struct causal_conv1d_gradients<T, S> {
     field<std::span<float>> dbias = {};
     cpx::detail::no_more end = {};
 };
+template <class X = cpx::detail::any>
+conv_exchange(X const& = {}, cpx::detail::any = {}, cpx::detail::any = {}, cpx::detail::any = {}, cpx::detail::any = {},
+              cpx::detail::any = {}) -> conv_exchange<float, piecewise<cpx::detail::untold>>; // which no plan is of
 
 namespace detail {
 

@@ -66,6 +66,13 @@ public:
         if (of.rule == mrope_rule::qwen2_5_vl_spatial_advance && most.sequences > 0)
             deltas_.emplace(comm, most.sequences, 1, here);
     }
+    template <class X = void>
+    explicit mrope_positions(cpx::detail::any = {}, cpx::detail::any = {}, cpx::detail::any = {})
+        : mrope_positions(cpx::detail::lacking<Comm&>(), mrope_capacity()) {
+        static_assert(cpx::detail::never<X>,
+                      "cpx: cuda::mrope_positions(comm, most, of) wants a cpx::device_transport, such as a "
+                      "cuda::communicator, and an mrope_capacity; on the host, call cpx::mrope_positions");
+    }
 
     /// Says how the next batch is sharded. Throws `cpx::error` if it does not fit the capacity.
     template <any_sharding S>

@@ -33,6 +33,11 @@ public:
 
     /// `most`: see `capacity`; none: what the first batch wants.
     explicit state_exchange(communicator& comm, capacity most = {}) : comm_(comm), most_(most) {}
+    template <class X = void>
+    explicit state_exchange(cpx::detail::any = {}, cpx::detail::any = {})
+        : state_exchange(cpx::detail::lacking<communicator&>()) {
+        static_assert(cpx::detail::never<X>, "cpx: cuda::state_exchange(comm, most) wants a cuda::communicator");
+    }
 
     rule_calls calls = {}; ///< of all operators so far
 

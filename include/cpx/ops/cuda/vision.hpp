@@ -23,6 +23,14 @@ public:
           images_(positions.features(media_kind::image), in, positions.placeholders(media_kind::image), here),
           videos_(positions.features(media_kind::video), in, positions.placeholders(media_kind::video), here) {}
 
+    template <class X = cpx::detail::any>
+    explicit placeholder_rows(X const& = {}, cpx::detail::any = {}, cpx::detail::any = {})
+        : placeholder_rows(cpx::detail::lacking<sharded_positions<S> const&>(),
+                           cpx::detail::lacking<cuda::memory const&>()) {
+        static_assert(cpx::detail::never<X>, "cpx: cuda::placeholder_rows(positions, memory) wants sharded_positions "
+                                             "and a cuda::memory, such as that of a communicator, comm.memory()");
+    }
+
     S const& sharding() const { return sharding_; }
     int rank() const { return rank_; }
     /// Returns which ranks want which rows of a kind's features, as `sharded_positions` does.
@@ -47,6 +55,9 @@ private:
     int rank_;
     of_kind images_, videos_;
 };
+template <class X = cpx::detail::any>
+placeholder_rows(X const& = {}, cpx::detail::any = {}, cpx::detail::any = {})
+    -> placeholder_rows<cpx::sharding<cpx::sequential<1>>>;
 
 namespace detail {
 
@@ -90,6 +101,14 @@ void put_features(placeholder_rows<S> const& at, media_kind kind, F const& featu
         scatter_rows(from.data(), at.list(kind), to.data(), other_rows::stay, to.memory().stream(), here);
     }
 }
+template <class X = cpx::detail::any>
+cpx::detail::refused put_features(X const& = {}, cpx::detail::any = {}, cpx::detail::any = {}, cpx::detail::any = {},
+                                  cpx::detail::any = {}) {
+    static_assert(cpx::detail::never<X>,
+                  "cpx: cuda::put_features(at, kind, features, x) wants placeholder_rows, a media_kind, and tensors of "
+                  "cuda::memory; of the host's, call cpx::put_features");
+    return {};
+}
 
 /// Takes the gradients of features out of dx: their rows become 0, because what stood there before does not matter.
 template <any_sharding S, sharded_like<memory> X, sharded_like<memory> F>
@@ -115,6 +134,14 @@ void put_features_backward(placeholder_rows<S> const& at, media_kind kind, X&& d
                                    at.list(kind).data(), std::ssize(at.list(kind)), from.data(), stream, here);
     }
 }
+template <class X = cpx::detail::any>
+cpx::detail::refused put_features_backward(X const& = {}, cpx::detail::any = {}, cpx::detail::any = {},
+                                           cpx::detail::any = {}, cpx::detail::any = {}) {
+    static_assert(cpx::detail::never<X>,
+                  "cpx: cuda::put_features_backward(at, kind, dx, dfeatures) wants placeholder_rows, a media_kind, and "
+                  "tensors of cuda::memory; of the host's, call cpx::put_features_backward");
+    return {};
+}
 
 /// Adds features to the rows of x at their placeholders, as deepstack does behind the first layers: in float, rounded
 /// once. All else as in `put_features`; the plan that brings the features of one layer brings those of all.
@@ -133,6 +160,14 @@ void add_features(placeholder_rows<S> const& at, media_kind kind, F const& featu
         scatter_add_rows<element_of<X>, index_t>(from.data(), at.list(kind), {}, to.data(), to.memory().stream(), here);
     }
 }
+template <class X = cpx::detail::any>
+cpx::detail::refused add_features(X const& = {}, cpx::detail::any = {}, cpx::detail::any = {}, cpx::detail::any = {},
+                                  cpx::detail::any = {}) {
+    static_assert(cpx::detail::never<X>,
+                  "cpx: cuda::add_features(at, kind, features, x) wants placeholder_rows, a media_kind, and tensors of "
+                  "cuda::memory; of the host's, call cpx::add_features");
+    return {};
+}
 
 /// Copies the gradients of features that were added; dx stays as it is, the gradient of x.
 template <any_sharding S, sharded_like<memory> X, sharded_like<memory> F>
@@ -149,6 +184,14 @@ void add_features_backward(placeholder_rows<S> const& at, media_kind kind, X con
         detail::require_features("cuda::add_features_backward", at, kind, from, to, here);
         gather_rows(from.data(), at.list(kind), to.data(), from.memory().stream(), here);
     }
+}
+template <class X = cpx::detail::any>
+cpx::detail::refused add_features_backward(X const& = {}, cpx::detail::any = {}, cpx::detail::any = {},
+                                           cpx::detail::any = {}, cpx::detail::any = {}) {
+    static_assert(cpx::detail::never<X>,
+                  "cpx: cuda::add_features_backward(at, kind, dx, dfeatures) wants placeholder_rows, a media_kind, and "
+                  "tensors of cuda::memory; of the host's, call cpx::add_features_backward");
+    return {};
 }
 
 } // namespace cpx::cuda

@@ -115,6 +115,20 @@ public:
         scatter_rows<T>(memory_, x, list(true), of_choices("y", y, x.width(), here), here);
     }
 
+    template <class T = void>
+    detail::refused to_experts(detail::any = {}, detail::any = {}, detail::any = {}) const {
+        static_assert(detail::never<T>, "cpx: expert_rows::to_experts(x, width) wants rows of T const, or of T as "
+                                        "to_experts<T>(x, width), and a number; take rows with view() or data()");
+        return {};
+    }
+    template <class T = detail::refused, class... X>
+        requires(!detail::takes<void(rows<T const>, rows<T>), X...>)
+    detail::refused to_tokens(X&&...) const {
+        static_assert(detail::never<X...>, "cpx: expert_rows::to_tokens<T>(x, y) wants rows of T, not const where they "
+                                           "are written; take rows with view() or data()");
+        return {};
+    }
+
 private:
     /// Returns a row for each choice of each token.
     template <class T>
@@ -134,6 +148,15 @@ private:
     index_t tokens_ = 0, width_ = 0;
     std::vector<index_t> begins_{0}, places_;
     row_buffer<index_t, M> lists_; ///< see `list`
+};
+
+/// What tells which rows are an expert's: `expert_rows`, or an `expert_exchange`.
+template <class X>
+concept rows_of_experts = requires(X const& at) {
+    { at.experts() } -> std::same_as<index_t>;
+    { at.own() } -> std::same_as<range>;
+    { at.begins() } -> std::same_as<std::span<index_t const>>;
+    { at.places() } -> std::same_as<std::span<index_t const>>;
 };
 
 /// The rows of experts on the host.

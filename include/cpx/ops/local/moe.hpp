@@ -151,7 +151,7 @@ moe_saved<T, Experts> run_moe(moe_sizes const& n, moe_weights<T> const& w, rows<
 /// shapes as in Hugging Face transformers' Qwen3_5MoeSparseMoeBlock.
 ///
 /// Throws `cpx::error` if shapes do not fit or memory overlaps in another way.
-template <class T, class Experts>
+template <class T, rows_of_experts Experts>
 moe_saved<T, Experts> moe(moe_weights<T> const& w, std::type_identity_t<rows<T const>> x,
                           std::type_identity_t<expert_choices<T>> of_router, Experts at,
                           std::type_identity_t<rows<T>> y, caller here = caller::here()) {
