@@ -360,16 +360,16 @@ inline constexpr bool takes<void(P...), X...> =
 
 /// Whether X has been refused, or is a struct of tensors that could deduce nothing: all has been said of it.
 template <class X>
-inline constexpr bool said = std::same_as<X, refused>;
+inline constexpr bool was_refused = std::same_as<X, refused>;
 template <template <class, class...> class X, class... More>
-inline constexpr bool said<X<refused, More...>> = true;
+inline constexpr bool was_refused<X<refused, More...>> = true;
 template <template <class, class, auto> class X, class S, auto N>
-inline constexpr bool said<X<refused, S, N>> = true;
+inline constexpr bool was_refused<X<refused, S, N>> = true;
 
 /// False, but only where the template that asserts it is used. Where one of X has been refused before, nothing more is
 /// said. Of a function's own assertions, each stands behind those before it: one mistake is said at a time.
 template <class... X>
-inline constexpr bool never = (said<std::remove_cvref_t<X>> || ...);
+inline constexpr bool never = (was_refused<std::remove_cvref_t<X>> || ...);
 
 /// What a constructor that refuses its arguments is made of, to be what it says alone.
 template <class Y>
