@@ -2,7 +2,7 @@
 // Segments of a recurrence on a device: as many as a pass visits at once, all heads together.
 #pragma once
 
-#include <cpx/ops/cuda/operands.hpp>
+#include <cpx/ops/cuda/recurrence_checks.hpp>
 #include <cpx/ops/cuda/state_exchange.hpp>
 #include <cpx/ops/recurrence.hpp>
 
@@ -71,7 +71,8 @@ recurrence_gradients(D, X, rows<float const> = {}, rows<float> = {}) -> recurren
 ///
 /// States of segments and gradients of these are side by side, (segments, heads * keys * values); spans may be empty:
 /// zeros, or nothing that is wanted. x, o, dout, dx: as they are given to `recur`; they have been checked, but for what
-/// `check_rank` knows.
+/// `check_rank` knows. State heads that read one head of x are on one rank; in a forward they may be on several, if each
+/// of these holds no other head of x.
 ///
 /// - `forward(segments, x, before, o, after, kept, by, here)`
 /// - `fold(segments, x, maps, ends, by, here)`; maps: (segments, heads * map's elements)
@@ -288,42 +289,6 @@ void with_state_exchange(By& by, caller here, F&& f) {
         f(*made);
         by.keep(std::move(made), here);
     }
-}
-
-/// Throws unless all of these tensors are of `memory`, and they and `more` of its device.
-template <class X, std::size_t N>
-void require_there(char const* where, cuda::memory const& memory, X const& tensors,
-                   std::array<std::string, N> const& names, std::vector<operand> more, caller here) {
-    each_input(tensors, [&](std::size_t i, auto const& x) {
-        require_in_memory(where, names[i].c_str(), x, memory, "the communicator's", here);
-        more.emplace_back(names[i].c_str(), x.data());
-    });
-    require_there(memory, where, more, here);
-}
-
-/// Throws unless a recurrence of tensors on devices fits the plan, and `memory` is where they are. Then all that comes
-/// after takes them as they are.
-template <carry_kind How, any_sharding S, class R, class Tensors>
-void check_on_device(carry_plan<How, S> const& plan, R const& r, Tensors const& t, cuda::memory const& memory,
-                     caller here) {
-    check_recurrence(plan, r, t, here);
-    char const* const where = r.name;
-    if constexpr (requires { r.check_rank(where, plan, false, here); }) r.check_rank(where, plan, false, here);
-    require_there(where, memory, t.x, input_names(r, ""), {}, here);
-    require_there(where, memory, std::tuple(t.o), std::array<std::string, 1>{"o"},
-                  {{"initial", t.initial}, {"final", t.final}}, here);
-}
-template <carry_kind How, any_sharding S, class R, class Tensors, class Gradients>
-void check_backward_on_device(carry_plan<How, S> const& plan, R const& r, Tensors const& t, Gradients const& to,
-                              cuda::memory const& memory, caller here) {
-    check_recurrence_backward(plan, r, t, to, here);
-    std::string const name = backward_name(r);
-    char const* const where = name.c_str();
-    if constexpr (requires { r.check_rank(where, plan, true, here); }) r.check_rank(where, plan, true, here);
-    require_there(where, memory, t.x, input_names(r, ""), saved_operands(*t.saved), here);
-    require_there(where, memory, to.dx, input_names(r, "d"), {}, here);
-    require_there(where, memory, std::tuple(to.dout), std::array<std::string, 1>{"dout"},
-                  {{"dfinal", to.dfinal}, {"dinitial", to.dinitial}}, here);
 }
 
 /// Runs a recurrence of tensors on devices of which all fits, and its backward.
