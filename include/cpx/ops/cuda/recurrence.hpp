@@ -93,6 +93,16 @@ concept recurrence_model =
         r.fold(s, x, out, out, by, here);
     };
 
+/// One that has a backward, of gradients `dout` of D and `dx` of G.
+template <class R, class X, class O, class D, class G>
+concept differentiable_recurrence_model =
+    recurrence_model<R, X, O> &&
+    requires(R const r, recurrence_segments const s, X const x, D const dout, G const dx, std::span<float const> in,
+             std::span<float> out, std::span<char> kept, state_exchange& by, caller here) {
+        r.backward(s, x, in, dout, in, dx, out, kept, by, here);
+        r.backward_fold(s, x, dout, out, by, here);
+    };
+
 } // namespace cuda
 
 namespace detail {
@@ -339,11 +349,20 @@ void recur_backward(carry_plan<How, S> const& plan, R const& r, cuda::recurrence
                     cuda::recurrence_gradients<D, G> const& to, By& by, caller here = caller::here()) {
     constexpr bool fits = detail::all_sharded_as<S, X> && detail::sharded_as<S, D> && detail::all_sharded_as<S, G>,
                    models = cuda::recurrence_model<R, X, O>;
+    constexpr bool counts = std::tuple_size_v<G> == std::tuple_size_v<X>;
+    constexpr bool turns_back = [] {
+        if constexpr (fits && models && counts) return cuda::differentiable_recurrence_model<R, X, O, D, G>;
+        return true;
+    }();
     static_assert(fits, "cpx: recur_backward of tensors or gradients that are not sharded as the plan; make the plan "
                         "with carry(x.sharding(), ...) and the gradients of the same sharding");
     static_assert(!fits || models, "cpx: recur_backward of what is no cuda::recurrence_model of these tensors, or has "
                                    "another number of inputs");
-    if constexpr (fits && models) {
+    static_assert(!fits || !models || counts, "cpx: recur_backward of another number of gradients than inputs; "
+                                              "recurrence_gradients wants a tuple dx as x");
+    static_assert(turns_back, "cpx: recur_backward of a cuda::recurrence_model that has no backward and backward_fold "
+                              "of these tensors and gradients");
+    if constexpr (fits && models && counts && turns_back) {
         detail::check_backward_on_device(plan, r, t, to, by.memory(), here);
         detail::with_state_exchange(by, here, [&](cuda::state_exchange& states) {
             detail::recur_backward_on_device(plan, r, t, to, states, here);
