@@ -206,6 +206,22 @@ TEST_SUITE("cuda") {
             refused("shape of x: expected (5, 3), got (5, 2)", narrow.view(), x.view());
             refused("overlap of o and x", x.view(), x.view());
             refused("o: expected memory of the current device", x.view(), on_the_host);
+            auto o = cpx::make_tensor<float>(sharding, comm, 3);
+            cpx::recurrence_saved<float, cuda::memory> lent;
+            auto const refuses = [&](std::string const& text) {
+                rejects({"own_recurrence.cu", "running_total: " + text + ": expected memory of the current device"},
+                        [&] {
+                            cpx::recur(cpx::carry<cpx::serial>(sharding, 0), running_total{3},
+                                       cuda::recurrence_tensors{std::tuple(x.view()), o.view(), {}, {}, &lent}, comm);
+                        });
+            };
+            floats starts(3);
+            lent.starts = {starts.data(), 3};
+            refuses("saved states");
+            std::vector<char> kept(256);
+            lent.starts = {};
+            lent.kept.push_back({{0}, {kept.data(), 256}});
+            refuses("what is kept");
             comm.wait();
         });
     }

@@ -49,7 +49,8 @@ void check_on_device(carry_plan<How, S> const& plan, R const& r, Tensors const& 
     check_recurrence(plan, r, t, here);
     char const* const where = r.name;
     check_rank_on_device(where, plan, r, false, here);
-    require_there(where, memory, t.x, input_names(r, ""), {}, here);
+    require_there(where, memory, t.x, input_names(r, ""), t.saved ? saved_operands(*t.saved) : std::vector<operand>(),
+                  here);
     require_there(where, memory, std::tuple(t.o), std::array<std::string, 1>{"o"},
                   {{"initial", t.initial}, {"final", t.final}}, here);
 }
