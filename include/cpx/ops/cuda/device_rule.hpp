@@ -122,7 +122,6 @@ private:
              cuda::gated_delta_rule_input<T> const& in, memory& m, caller here, F&& f) const {
         auto room = m.memory().template room<char>(space.bytes);
         std::span<char> const workspace(room.data(), static_cast<std::size_t>(room.size()));
-        cuda::detail::require_bytes(name, "workspace", space.bytes, workspace, here); // of any resource
         auto const path = f(cuda::detail::delta_call<Erases, T>{shape, in, space, workspace.data(), m.stream(), here});
         ++(path == cuda::delta_rule_path::plain ? m.calls.plain : m.calls.on_tensor_cores);
     }

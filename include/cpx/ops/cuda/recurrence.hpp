@@ -19,7 +19,7 @@ namespace cpx {
 /// What a forward on a device leaves to its backward: as on the host and, if `keeps` is set before, what kernels made
 /// of the inputs alone, which the backward makes again otherwise, of the same bits. Of the gated delta rule that is
 /// some 125 bytes a token and value head; others have nothing of the kind. Blocks that are lent and of the right size
-/// are written instead of new ones.
+/// are written instead of new ones; `kept` begins at multiples of 256 bytes.
 template <class T>
 struct recurrence_saved<T, cuda::memory> {
     cuda::block<float> starts, maps;
@@ -71,8 +71,8 @@ recurrence_gradients(D, X, rows<float const> = {}, rows<float> = {}) -> recurren
 ///
 /// States of segments and gradients of these are side by side, (segments, heads * keys * values); spans may be empty:
 /// zeros, or nothing that is wanted. x, o, dout, dx: as they are given to `recur`; they have been checked, but for what
-/// `check_rank` knows. State heads that read one head of x are on one rank; in a forward they may be on several, if each
-/// of these holds no other head of x.
+/// `check_rank` knows. State heads that read one head of x are on one rank; in a forward they may be on several, if
+/// each of these holds no other head of x.
 ///
 /// - `forward(segments, x, before, o, after, kept, by, here)`
 /// - `fold(segments, x, maps, ends, by, here)`; maps: (segments, heads * map's elements)

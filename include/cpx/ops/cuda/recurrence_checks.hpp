@@ -23,8 +23,18 @@ void require_there(char const* where, cuda::memory const& memory, X const& tenso
     require_there(memory, where, more, here);
 }
 
-/// Throws unless kernels can run the heads, tokens and segments of every rank: they see the heads of one rank alone, and
-/// write gradients of heads of x that are whole.
+/// Throws unless what is saved, some of it lent, is where kernels can have it.
+template <class Saved>
+void require_saved_there(char const* where, cuda::memory const& memory, Saved const& saved, caller here) {
+    require_there(memory, where, saved_operands(saved), here);
+    for (auto const& made : saved.kept) {
+        index_t const place = cuda::detail::address(made.memory.data());
+        require(place % 256 == 0, where, "address of what is kept", "a multiple of 256", place, here);
+    }
+}
+
+/// Throws unless kernels can run the heads, tokens and segments of every rank: they see the heads of one rank alone,
+/// and write gradients of heads of x that are whole.
 template <carry_kind How, any_sharding S, class R>
 void check_rank_on_device(char const* where, carry_plan<How, S> const& plan, R const& r, bool backward, caller here) {
     S const& sharding = plan.sharding;
@@ -49,8 +59,8 @@ void check_on_device(carry_plan<How, S> const& plan, R const& r, Tensors const& 
     check_recurrence(plan, r, t, here);
     char const* const where = r.name;
     check_rank_on_device(where, plan, r, false, here);
-    require_there(where, memory, t.x, input_names(r, ""), t.saved ? saved_operands(*t.saved) : std::vector<operand>(),
-                  here);
+    if (t.saved) require_saved_there(where, memory, *t.saved, here);
+    require_there(where, memory, t.x, input_names(r, ""), {}, here);
     require_there(where, memory, std::tuple(t.o), std::array<std::string, 1>{"o"},
                   {{"initial", t.initial}, {"final", t.final}}, here);
 }
@@ -61,7 +71,8 @@ void check_backward_on_device(carry_plan<How, S> const& plan, R const& r, Tensor
     std::string const name = backward_name(r);
     char const* const where = name.c_str();
     check_rank_on_device(where, plan, r, true, here);
-    require_there(where, memory, t.x, input_names(r, ""), saved_operands(*t.saved), here);
+    require_saved_there(where, memory, *t.saved, here);
+    require_there(where, memory, t.x, input_names(r, ""), {}, here);
     require_there(where, memory, to.dx, input_names(r, "d"), {}, here);
     require_there(where, memory, std::tuple(to.dout), std::array<std::string, 1>{"dout"},
                   {{"dfinal", to.dfinal}, {"dinitial", to.dinitial}}, here);
