@@ -1390,6 +1390,10 @@ inline void require_apart(char const* where, std::initializer_list<operand> writ
                   allowed);
 }
 
+/// Throws unless operands of known shapes lie where a memory can have them, and their rows apart; the host's do. On
+/// devices: `ops/cuda/operands.hpp`.
+inline void require_there(host_memory const&, char const*, std::span<operand const>, caller) {}
+
 } // namespace cpx::detail
 
 // cpx/core/packing.hpp

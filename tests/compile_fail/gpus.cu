@@ -165,6 +165,36 @@ void no_recurrence(cpx::carry_plan<cpx::serial, zigzag> const& p, view<zigzag, d
     cpx::recur(p, 0, cpx::cuda::recurrence_tensors{std::tuple(x), o}, comm);
 }
 
+/// A model without a backward.
+struct forward_alone {
+    char const* name = "forward_alone";
+    cpx::state_shape states() const { return {}; }
+    std::array<cpx::recurrence_input, 1> inputs() const { return {}; }
+    template <class... A>
+    void forward(A const&...) const {}
+    template <class... A>
+    void fold(A const&...) const {}
+};
+struct there_and_back : forward_alone {
+    template <class... A>
+    void backward(A const&...) const {}
+    template <class... A>
+    void backward_fold(A const&...) const {}
+};
+
+// expect: recur_backward of a cuda::recurrence_model that has no backward
+void no_backward(cpx::carry_plan<cpx::serial, zigzag> const& p, view<zigzag, device> x, cpx::cuda::communicator& comm) {
+    cpx::recur_backward(p, forward_alone(), cpx::cuda::recurrence_tensors{std::tuple(x), x},
+                        cpx::cuda::recurrence_gradients{x, std::tuple(x)}, comm);
+}
+
+// expect: recur_backward of another number of gradients than inputs
+void more_gradients(cpx::carry_plan<cpx::serial, zigzag> const& p, view<zigzag, device> x,
+                    cpx::cuda::communicator& comm) {
+    cpx::recur_backward(p, there_and_back(), cpx::cuda::recurrence_tensors{std::tuple(x), x},
+                        cpx::cuda::recurrence_gradients{x, std::tuple(x, x)}, comm);
+}
+
 // expect: gated_delta_rule wants a carry_plan, delta_rule_tensors, heads, options and a cpx::transport
 void carries_on_host(cpx::carry_plan<cpx::serial, zigzag> const& p, cpx::delta_rule_tensors<float, zigzag> const& t,
                      cpx::cuda::communicator& comm) {

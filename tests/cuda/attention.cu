@@ -229,6 +229,12 @@ TEST_SUITE("cuda") {
         std::vector<float> on_host(11 * 4);
         support::rejects({"attention.cu", "attention: lse: expected memory of the current device", "the host"},
                          call(k, 2, cpx::rows<float>(on_host, 4)));
+        cpx::threads::run(1, [&](cpx::threads& threads) {
+            threads_on_gpu comm(threads, stream);
+            cpx::rows<float> const sums(on_host, 4);
+            support::rejects({"sum_readers: sums: expected memory of the current device"},
+                             [&] { cpx::sum_readers<float>(k.sharding(), 2, 2, 2, k.data(), std::array{sums}, comm); });
+        });
         auto const wide = make(stream, 257);
         auto to = make(stream, 257);
         support::rejects({"attention.cu", "attention: dim: expected from 1 to 256, of tensors on devices, got 257"},

@@ -218,6 +218,17 @@ TEST_SUITE("cuda") {
             support::rejects({"cached_attention: memory of o: expected that of q, in its stream, got another"},
                              [&] { attend(cache, strange, 1., o, comm); });
             attend(cache, q, 1., o, comm);
+
+            auto const tokens = cpx::shard(whole.batch(), cpx::zigzag<>(1));
+            device_cache<float> by_tokens({4, 2, 2}, tokens, comm);
+            auto const keys = cpx::make_tensor<float>(tokens, 0, 4, cuda::memory(stream)),
+                       queries = cpx::make_tensor<float>(tokens, 0, 8, cuda::memory(stream));
+            by_tokens.append(keys, keys);
+            std::vector<float> list(11 * 8);
+            cpx::sharded const on_the_host(cpx::rows(list.data(), 11, 8), tokens, 0, cuda::memory(stream));
+            cpx::cached_attention const gathers(tokens, comm);
+            support::rejects({"cached_attention: o: expected memory of the current device"},
+                             [&] { gathers(by_tokens, queries, 1., on_the_host, comm); });
             CHECK((cache.length(0) == 6 && cache.length(1) == 5));
         });
     }

@@ -80,6 +80,11 @@ private:
     }
 };
 
+/// Two state heads that read one head of x.
+struct shared_total : running_total {
+    cpx::state_shape states() const { return {2, 1, width, cpx::map_kind::number}; }
+};
+
 /// Returns what each sequence's states before it and rows add up to, row after row, and leaves the sums in `states`.
 floats totals(cpx::thd const& batch, floats const& x, index_t width, floats& states, bool back) {
     floats o(x.size());
@@ -201,6 +206,47 @@ TEST_SUITE("cuda") {
             refused("shape of x: expected (5, 3), got (5, 2)", narrow.view(), x.view());
             refused("overlap of o and x", x.view(), x.view());
             refused("o: expected memory of the current device", x.view(), on_the_host);
+            auto o = cpx::make_tensor<float>(sharding, comm, 3);
+            cpx::recurrence_saved<float, cuda::memory> lent;
+            auto const refuses = [&](std::string const& text) {
+                rejects({"own_recurrence.cu", "running_total: " + text + ": expected memory of the current device"},
+                        [&] {
+                            cpx::recur(cpx::carry<cpx::serial>(sharding, 0), running_total{3},
+                                       cuda::recurrence_tensors{std::tuple(x.view()), o.view(), {}, {}, &lent}, comm);
+                        });
+            };
+            floats starts(3);
+            lent.starts = {starts.data(), 3};
+            refuses("saved states");
+            std::vector<char> kept(256);
+            lent.starts = {};
+            lent.kept.push_back({{0}, {kept.data(), 256}});
+            refuses("what is kept");
+            comm.wait();
+        });
+    }
+
+    TEST_CASE("a recurrence of one's own on devices refuses heads of which gradients would be shares") {
+        if (!has_gpus(2)) return;
+        group two(2);
+        two.run([](cpx::nccl& joined, auto const&) {
+            cuda::stream const stream;
+            cuda::communicator comm(joined, stream);
+            cpx::head_sharded<> const sharding(2, lengths({5}), {{2, 3}});
+            auto x = cpx::make_tensor<float>(sharding, comm, 3), o = cpx::make_tensor<float>(sharding, comm, 3),
+                 dout = cpx::make_tensor<float>(sharding, comm, 3), dx = cpx::make_tensor<float>(sharding, comm, 3);
+            auto const plan = cpx::carry<cpx::serial>(sharding, comm.rank());
+            shared_total const model{{3}};
+            cpx::recurrence_saved<float, cuda::memory> saved;
+            cuda::recurrence_tensors const t{std::tuple(x.view()), o.view(), {}, {}, &saved};
+            cpx::recur(plan, model, t, comm);
+            rejects({"own_recurrence.cu",
+                     "running_total_backward: state heads that read one head of x: expected on one rank, of tensors "
+                     "on devices, got on several"},
+                    [&] {
+                        cpx::recur_backward(plan, model, t,
+                                            cuda::recurrence_gradients{dout.view(), std::tuple(dx.view())}, comm);
+                    });
             comm.wait();
         });
     }

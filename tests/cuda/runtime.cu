@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <cpx/cuda/runtime.hpp>
+#include <cpx/cuda/memory.hpp>
 
 #include <cpx/core/element_name.hpp>
 
@@ -9,6 +9,8 @@
 
 #include "../../harness/graph.hpp"
 #include "gpus.hpp"
+
+#include <support/rejects.hpp>
 
 #include <numeric>
 
@@ -20,6 +22,18 @@ __global__ void add_one(int* values, int count) {
     int const i = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
     if (i < count) values[i] += 1;
 }
+
+/// Gives memory so many bytes behind a multiple of 256.
+struct begins_at final : cpx::cuda::memory_resource {
+    explicit begins_at(std::size_t offset) : offset_(offset) {}
+    void* allocate(std::size_t, cudaStream_t) override { return ++given, all_ + offset_; }
+    void deallocate(void*, std::size_t, cudaStream_t) noexcept override { --given; }
+    int given = 0;
+
+private:
+    alignas(256) char all_[512];
+    std::size_t offset_;
+};
 
 } // namespace
 
@@ -33,6 +47,15 @@ TEST_SUITE("cuda") {
         }
         for (char const* passage : {"runtime.cu", "cuda: cudaMemcpy", "cudaErrorInvalidValue"})
             CHECK_MESSAGE(message.find(passage) != std::string::npos, message);
+    }
+
+    TEST_CASE("a block refuses memory that begins where kernels do not want it, and gives it back") {
+        begins_at good(0), bad(16);
+        CHECK(cpx::cuda::block<float>(4, good, nullptr).data() != nullptr);
+        CHECK(good.given == 0);
+        support::rejects({"runtime.cu", "cuda::memory_resource: address: expected a multiple of 256"},
+                         [&] { cpx::cuda::block<float>(4, bad, nullptr); });
+        CHECK(bad.given == 0);
     }
 
     TEST_CASE("buffers hold what was written, and a graph does again what was captured") {

@@ -2,6 +2,7 @@
 // Whether two operands share memory, and the check of operators that would then write over what they are to read.
 #pragma once
 
+#include <cpx/core/memory.hpp>
 #include <cpx/core/rows.hpp>
 
 #include <cstdint>
@@ -74,5 +75,9 @@ inline void require_apart(char const* where, std::initializer_list<operand> writ
     require_apart(where, std::span(written.begin(), written.size()), std::span(read.begin(), read.size()), here,
                   allowed);
 }
+
+/// Throws unless operands of known shapes lie where a memory can have them, and their rows apart; the host's do. On
+/// devices: `ops/cuda/operands.hpp`.
+inline void require_there(host_memory const&, char const*, std::span<operand const>, caller) {}
 
 } // namespace cpx::detail

@@ -77,10 +77,6 @@ void attend_over_cache(cached_rows<T> const& of, std::vector<cached_query> const
                        caller here = caller::here()) {
     using kernels::attention::stretch_of, kernels::attention::threads;
     char const* const where = "cached_attention";
-    require(of.dim >= 1 && of.dim <= 256, where, "dim", "from 1 to 256, of tensors on devices", of.dim, here);
-    require(of.query_heads < 65536, where, "heads on a rank", "less than 65536, of tensors on devices", of.query_heads,
-            here);
-    detail::require_memory(where, {{"q", of.q}, {"o", o}}, here);
     if (queries.empty() || of.query_heads == 0) return;
     auto const range = named_range<"cpx cached_attention">();
     std::vector<kernels::seen_rows> seen(queries.size() + 1);

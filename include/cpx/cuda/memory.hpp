@@ -15,7 +15,8 @@ namespace cpx::cuda {
 /// Where device memory comes from. A framework that has an allocator derives it from this.
 ///
 /// Both calls are in stream order: what is allocated is there for what the stream is given next, and what is freed may
-/// still be used by what the stream was given before. Memory begins at multiples of 16 bytes. Any thread may call.
+/// still be used by what the stream was given before. Memory begins at multiples of 256 bytes, as that of cudaMalloc
+/// and of frameworks does; a `block` refuses any other. Any thread may call.
 class memory_resource {
 public:
     virtual ~memory_resource() = default;
@@ -81,9 +82,15 @@ template <class T>
 class block {
 public:
     block() = default;
-    block(index_t count, memory_resource& from, cudaStream_t in)
+    /// Throws `cpx::error` on memory that begins at no multiple of 256, and what the resource throws.
+    block(index_t count, memory_resource& from, cudaStream_t in, caller here = caller::here())
         : data_(count == 0 ? nullptr : static_cast<T*>(from.allocate(bytes(count), in))), count_(count), from_(&from),
-          in_(in) {}
+          in_(in) {
+        auto const place = reinterpret_cast<std::uintptr_t>(data_);
+        if (place % 256 == 0) return;
+        from.deallocate(data_, bytes(count), in);
+        throw error("cuda::memory_resource", "address", "a multiple of 256", std::to_string(place), here);
+    }
     block(T* lent, index_t count) : data_(lent), count_(count) {}
     block(block&& other) noexcept { swap(other); }
     block& operator=(block&& other) noexcept {

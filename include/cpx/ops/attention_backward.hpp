@@ -255,6 +255,8 @@ void attend_backward_keys(attention_queries<T, Q, M> const& from, sharded<T cons
     require_apart(where, std::array{operand("dk", dk.data()), operand("dv", dv.data())}, query_operands(from), here);
     if (!groups_split(sharding, heads.key_heads, heads.query_heads))
         return attend_rows_backward_keys(from, k, v, at, at.group, scale, dk.data(), dv.data(), here);
+    operand const written[] = {{"dk", dk.data()}, {"dv", dv.data()}};
+    require_there(k.memory(), where, written, here);
     using sum = typename M::template sum<T>;
     index_t const width = at.query_width(); // of every query head
     auto memory = k.memory().template zeros<sum>(where, {held, 2, width}, here);

@@ -282,6 +282,7 @@ private:
         detail::require_shape(where, "q", q.data(), queries_.rows(rank_), at.query_width(), here);
         detail::require_shape(where, "o", o.data(), queries_.rows(rank_), at.query_width(), here);
         detail::require_apart(where, {{"o", o.data()}}, {{"q", q.data()}}, here);
+        cache.kept_.check(at, q.data(), o.data(), here);
         using sum = typename M::template sum<T>; // of partials, which are not rounded
         if (cache.whole_)
             return cache.attend(segments(queries_, rank_), at, scale, q.data(), o.data(), rows<sum>(), here);

@@ -59,6 +59,8 @@ public:
         }
     }
 
+    /// Throws unless a memory has queries and outputs of these heads, before any moves; the host's has.
+    void check(attended_heads const&, rows<T const>, rows<T>, caller) const {}
     /// Where a query sees nothing, o is 0 and lse minus infinity. q, o: (rows, query heads * dim), lse: (rows, query
     /// heads), if it is memory.
     void attend(std::span<cached_queries const> list, attended_heads const& at, double scale, rows<T const> q,

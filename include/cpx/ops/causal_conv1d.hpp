@@ -46,10 +46,6 @@ void check_states(convolution<T, S, M> const& of, caller here) {
     require_apart(where, {final}, {initial}, here, in_place::yes);
 }
 
-/// Throws unless operands of known shapes lie where a memory can have them, and their rows apart; the host's do. On
-/// devices: `ops/cuda/operands.hpp`.
-inline void require_there(host_memory const&, char const*, std::span<operand const>, caller) {}
-
 /// Throws unless a tensor of a convolution has this shape, and is where the plan and the ranks have it.
 template <class A, any_sharding S, any_memory M, class Comm>
 void require_convolved(char const* where, char const* what, sharded<A, S, M> const& x, halo_plan<S> const& plan,

@@ -15,7 +15,7 @@ void run_convolution(By&& by, caller here) {
 }
 
 /// Runs its backward: before all others those rows of dz = dy act'(z) are computed that segments elsewhere need. `more`
-/// is called when ranks have compared what they run, and nothing but dz has been written.
+/// is called when ranks have compared what they run, and nothing but the halo of x has been written.
 template <class By, class F>
 void run_convolution_backward(By&& by, caller here, F&& more) {
     by.exchange_halo(here);

@@ -264,7 +264,11 @@ private:
                 here);
         auto given = operands(w);
         given.insert(given.end(), {{"x", in}, {"y", y.data()}, conv, recurrent});
-        if (saved) detail::require_apart(where, detail::kept_operands(*saved), given, here);
+        if (saved) {
+            auto const kept = detail::kept_operands(*saved);
+            detail::require_apart(where, kept, given, here);
+            given.insert(given.end(), kept.begin(), kept.end());
+        }
         mixer_.check(where, x.memory(), false, given, here);
         by.linear(in, w.in_proj_qkv, projected.data().columns(0, qkv));
         by.linear(in, w.in_proj_b, projected.data().columns(qkv, heads));

@@ -117,8 +117,11 @@ void sum_readers(S const& sharding, index_t shared, index_t readers, index_t wid
     for (rows<T> const& to : sums) detail::require_shape(where, "sums", to, count, own.size() * width, here);
     std::vector<detail::operand> written;
     for (rows<T> const& to : sums) written.push_back({"sums", to});
-    detail::require_apart(where, written, std::array{detail::operand("terms", terms)}, here);
+    detail::operand const read("terms", terms);
+    detail::require_apart(where, written, std::array{read}, here);
+    written.push_back(read);
     auto const memory = rank_memory(comm);
+    require_there(memory, where, written, here);
     auto whole = memory.template zeros<sum>(where, {0}, here);
     if (detail::groups_split(sharding, shared, readers)) {
         std::vector<section> const sections(sums.size(), section{readers, width});

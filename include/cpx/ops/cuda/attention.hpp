@@ -16,6 +16,7 @@
 
 #include <cpx/cuda/attention.hpp>
 #include <cpx/ops/attention_backward.hpp>
+#include <cpx/ops/cuda/operands.hpp>
 
 namespace cpx::detail {
 

@@ -45,6 +45,13 @@ public:
         places_ = std::move(places);
     }
 
+    void check(attended_heads const& at, rows<T const> q, rows<T> o, caller here) const {
+        char const* const operation = "cached_attention";
+        index_t const heads = at.queries.size();
+        require(at.dim >= 1 && at.dim <= 256, operation, "dim", "from 1 to 256, of tensors on devices", at.dim, here);
+        require(heads < 65536, operation, "heads on a rank", "less than 65536, of tensors on devices", heads, here);
+        cuda::detail::require_memory(operation, {{"q", q}, {"o", o}}, here);
+    }
     template <class Out>
     void attend(std::span<cached_queries const> list, attended_heads const& at, double scale, rows<T const> q,
                 rows<Out> o, rows<float> lse, caller here) const {

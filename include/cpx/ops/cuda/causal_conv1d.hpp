@@ -95,10 +95,11 @@ void convolve_backward_by_rank(convolution_backward<T, S, cuda::memory> const& t
                                                           options_of_call(to.x, to.act, to.bias), here);
     cuda::detail::convolved<T, T> const given{to.x.data(), by->halo(), to.weight, to.bias, to.act};
     rows<T const> const dy = to.dy.data();
+    more(); // ranks have compared what they run, and no exchange of the halo is pending yet
     run_convolution_backward(
         cuda::detail::device_convolution_backward<T, S, T, rows<T const>>{
             *by, given, dy, {to.dx.data(), to.dweight, to.dbias, by->workspace()}},
-        here, more);
+        here, [] {});
     comm.keep(std::move(by), here);
 }
 

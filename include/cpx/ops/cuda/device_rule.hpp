@@ -8,7 +8,7 @@
 
 namespace cpx::detail {
 
-/// The member `Of` of the family, as the host's R says, see `device_states`.
+/// The member `Of` of the family, as the host's R says: a `cuda::recurrence_model`.
 template <class T, cuda::erases Of, class R>
 class device_rule {
     using memory = cuda::state_exchange;
@@ -35,15 +35,6 @@ public:
     }
     template <carry_kind How, any_sharding S>
     void check_rank(char const* where, carry_plan<How, S> const& plan, bool backward, caller here) const {
-        recurrence_heads const& heads = of_.heads;
-        S const& sharding = plan.sharding;
-        index_t const group = heads.value_heads / heads.key_heads;
-        for (int rank = 0; rank < (S::every_row ? sharding.ranks() : 1); ++rank) {
-            range const values = sharding.heads(rank, heads.value_heads), keys = sharding.heads(rank, heads.key_heads);
-            bool const whole = values.first == keys.first * group && values.last == keys.last * group;
-            require(whole || (!backward && keys.size() == 1), where, "value heads that read one key head",
-                    "on one rank, of tensors on devices", "on several", here);
-        }
         cuda::detail::require_delta_tokens(where, rows_of_segments(plan), here);
         for (auto const& together : run_together(plan, backward ? side::after : side::before))
             require(together.size() <= cuda::detail::delta_most_sequences, where, "segments that run together",
@@ -131,7 +122,6 @@ private:
              cuda::gated_delta_rule_input<T> const& in, memory& m, caller here, F&& f) const {
         auto room = m.memory().template room<char>(space.bytes);
         std::span<char> const workspace(room.data(), static_cast<std::size_t>(room.size()));
-        cuda::detail::require_bytes(name, "workspace", space.bytes, workspace, here); // of any resource
         auto const path = f(cuda::detail::delta_call<Erases, T>{shape, in, space, workspace.data(), m.stream(), here});
         ++(path == cuda::delta_rule_path::plain ? m.calls.plain : m.calls.on_tensor_cores);
     }

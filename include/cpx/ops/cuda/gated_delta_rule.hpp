@@ -85,7 +85,7 @@ void check_rule_in(cuda::memory const& memory, char const* where, gated_delta co
                    bool backward, std::span<operand const> given, caller here) {
     device_gated_delta<float> const there(r);
     there.check(where, here);
-    there.check_rank(where, plan, backward, here);
+    check_rank_on_device(where, plan, there, backward, here);
     require_there(memory, where, given, here);
 }
 

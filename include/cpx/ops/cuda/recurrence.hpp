@@ -2,7 +2,7 @@
 // Segments of a recurrence on a device: as many as a pass visits at once, all heads together.
 #pragma once
 
-#include <cpx/ops/cuda/operands.hpp>
+#include <cpx/ops/cuda/recurrence_checks.hpp>
 #include <cpx/ops/cuda/state_exchange.hpp>
 #include <cpx/ops/recurrence.hpp>
 
@@ -19,7 +19,7 @@ namespace cpx {
 /// What a forward on a device leaves to its backward: as on the host and, if `keeps` is set before, what kernels made
 /// of the inputs alone, which the backward makes again otherwise, of the same bits. Of the gated delta rule that is
 /// some 125 bytes a token and value head; others have nothing of the kind. Blocks that are lent and of the right size
-/// are written instead of new ones.
+/// are written instead of new ones; `kept` begins at multiples of 256 bytes.
 template <class T>
 struct recurrence_saved<T, cuda::memory> {
     cuda::block<float> starts, maps;
@@ -71,7 +71,8 @@ recurrence_gradients(D, X, rows<float const> = {}, rows<float> = {}) -> recurren
 ///
 /// States of segments and gradients of these are side by side, (segments, heads * keys * values); spans may be empty:
 /// zeros, or nothing that is wanted. x, o, dout, dx: as they are given to `recur`; they have been checked, but for what
-/// `check_rank` knows.
+/// `check_rank` knows. State heads that read one head of x are on one rank; in a forward they may be on several, if
+/// each of these holds no other head of x.
 ///
 /// - `forward(segments, x, before, o, after, kept, by, here)`
 /// - `fold(segments, x, maps, ends, by, here)`; maps: (segments, heads * map's elements)
@@ -90,6 +91,16 @@ concept recurrence_model =
         { r.inputs() } -> std::same_as<std::array<recurrence_input, std::tuple_size_v<X>>>;
         r.forward(s, x, in, o, out, kept, by, here);
         r.fold(s, x, out, out, by, here);
+    };
+
+/// One that has a backward, of gradients `dout` of D and `dx` of G.
+template <class R, class X, class O, class D, class G>
+concept differentiable_recurrence_model =
+    recurrence_model<R, X, O> &&
+    requires(R const r, recurrence_segments const s, X const x, D const dout, G const dx, std::span<float const> in,
+             std::span<float> out, std::span<char> kept, state_exchange& by, caller here) {
+        r.backward(s, x, in, dout, in, dx, out, kept, by, here);
+        r.backward_fold(s, x, dout, out, by, here);
     };
 
 } // namespace cuda
@@ -290,42 +301,6 @@ void with_state_exchange(By& by, caller here, F&& f) {
     }
 }
 
-/// Throws unless all of these tensors are of `memory`, and they and `more` of its device.
-template <class X, std::size_t N>
-void require_there(char const* where, cuda::memory const& memory, X const& tensors,
-                   std::array<std::string, N> const& names, std::vector<operand> more, caller here) {
-    each_input(tensors, [&](std::size_t i, auto const& x) {
-        require_in_memory(where, names[i].c_str(), x, memory, "the communicator's", here);
-        more.emplace_back(names[i].c_str(), x.data());
-    });
-    require_there(memory, where, more, here);
-}
-
-/// Throws unless a recurrence of tensors on devices fits the plan, and `memory` is where they are. Then all that comes
-/// after takes them as they are.
-template <carry_kind How, any_sharding S, class R, class Tensors>
-void check_on_device(carry_plan<How, S> const& plan, R const& r, Tensors const& t, cuda::memory const& memory,
-                     caller here) {
-    check_recurrence(plan, r, t, here);
-    char const* const where = r.name;
-    if constexpr (requires { r.check_rank(where, plan, false, here); }) r.check_rank(where, plan, false, here);
-    require_there(where, memory, t.x, input_names(r, ""), {}, here);
-    require_there(where, memory, std::tuple(t.o), std::array<std::string, 1>{"o"},
-                  {{"initial", t.initial}, {"final", t.final}}, here);
-}
-template <carry_kind How, any_sharding S, class R, class Tensors, class Gradients>
-void check_backward_on_device(carry_plan<How, S> const& plan, R const& r, Tensors const& t, Gradients const& to,
-                              cuda::memory const& memory, caller here) {
-    check_recurrence_backward(plan, r, t, to, here);
-    std::string const name = backward_name(r);
-    char const* const where = name.c_str();
-    if constexpr (requires { r.check_rank(where, plan, true, here); }) r.check_rank(where, plan, true, here);
-    require_there(where, memory, t.x, input_names(r, ""), saved_operands(*t.saved), here);
-    require_there(where, memory, to.dx, input_names(r, "d"), {}, here);
-    require_there(where, memory, std::tuple(to.dout), std::array<std::string, 1>{"dout"},
-                  {{"dfinal", to.dfinal}, {"dinitial", to.dinitial}}, here);
-}
-
 /// Runs a recurrence of tensors on devices of which all fits, and its backward.
 template <carry_kind How, any_sharding S, class R, class Tensors>
 void recur_on_device(carry_plan<How, S> const& plan, R const& r, Tensors const& t, cuda::state_exchange& by,
@@ -374,11 +349,20 @@ void recur_backward(carry_plan<How, S> const& plan, R const& r, cuda::recurrence
                     cuda::recurrence_gradients<D, G> const& to, By& by, caller here = caller::here()) {
     constexpr bool fits = detail::all_sharded_as<S, X> && detail::sharded_as<S, D> && detail::all_sharded_as<S, G>,
                    models = cuda::recurrence_model<R, X, O>;
+    constexpr bool counts = std::tuple_size_v<G> == std::tuple_size_v<X>;
+    constexpr bool turns_back = [] {
+        if constexpr (fits && models && counts) return cuda::differentiable_recurrence_model<R, X, O, D, G>;
+        return true;
+    }();
     static_assert(fits, "cpx: recur_backward of tensors or gradients that are not sharded as the plan; make the plan "
                         "with carry(x.sharding(), ...) and the gradients of the same sharding");
     static_assert(!fits || models, "cpx: recur_backward of what is no cuda::recurrence_model of these tensors, or has "
                                    "another number of inputs");
-    if constexpr (fits && models) {
+    static_assert(!fits || !models || counts, "cpx: recur_backward of another number of gradients than inputs; "
+                                              "recurrence_gradients wants a tuple dx as x");
+    static_assert(turns_back, "cpx: recur_backward of a cuda::recurrence_model that has no backward and backward_fold "
+                              "of these tensors and gradients");
+    if constexpr (fits && models && counts && turns_back) {
         detail::check_backward_on_device(plan, r, t, to, by.memory(), here);
         detail::with_state_exchange(by, here, [&](cuda::state_exchange& states) {
             detail::recur_backward_on_device(plan, r, t, to, states, here);
