@@ -26,12 +26,9 @@ public:
         recurrence_heads const& heads = of_.heads;
         of_.check(where, here);
         require(of_.options.chunk == 64, where, "chunk", "64, of tensors on devices", of_.options.chunk, here);
-        require(heads.key_heads >= 1 && heads.value_heads >= 1, where, "heads", "at least 1",
-                std::min(heads.key_heads, heads.value_heads), here);
-        require(heads.key_dim >= 1 && heads.key_dim <= 256, where, "key_dim", "from 1 to 256, of tensors on devices",
-                heads.key_dim, here);
-        require(heads.value_dim >= 1 && heads.value_dim <= 65536, where, "value_dim",
-                "from 1 to 65536, of tensors on devices", heads.value_dim, here);
+        require(heads.key_dim <= 256, where, "key_dim", "from 1 to 256, of tensors on devices", heads.key_dim, here);
+        require(heads.value_dim <= 65536, where, "value_dim", "from 1 to 65536, of tensors on devices", heads.value_dim,
+                here);
     }
     template <carry_kind How, any_sharding S>
     void check_rank(char const* where, carry_plan<How, S> const& plan, bool backward, caller here) const {
