@@ -24,6 +24,7 @@ public:
         require(!full, "far_memory", "room", "some", "none");
         kept_.append(x...);
     }
+    void check(auto const&...) const {}
     template <class... X>
     void attend(X const&... x) const {
         kept_.attend(x...);

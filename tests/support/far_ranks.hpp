@@ -38,6 +38,8 @@ void for_each_element(far_memory, cpx::index_t count, cpx::index_t width, F cons
     cpx::for_each_element(cpx::host_memory(), count, width, f);
 }
 
+inline void require_there(far_memory, auto const&...) {} // all memory is
+
 /// Ranks with such memory, which run plans themselves: in truth on threads.
 class far_ranks {
 public:
