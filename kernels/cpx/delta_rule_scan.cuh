@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Stretches of a sequence as steps S -> M S + E of its state (sm_90a), all beside each other, and what these make of it.
+// Stretches of a sequence as steps S -> M S + E of its state (sm_90a), beside each other, and what these make of it.
 #pragma once
 
 #include <cpx/delta_rule_state.cuh>

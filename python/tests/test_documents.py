@@ -85,7 +85,9 @@ of_miles = {  # names under which it calls them
 }
 
 
-@pytest.mark.parametrize("file, count, names", [("python/README.md", 3, {"program"}), ("docs/trainers.md", 6, of_miles)])
+@pytest.mark.parametrize(
+    "file, count, names", [("python/README.md", 3, {"program"}), ("docs/trainers.md", 6, of_miles)]
+)
 def test_the_python_of_a_document_runs_as_it_is_pasted(file, count, names):
     """Each block behind those before it, but those for GPUs, of which every name is there."""
     made, left_out, found = {}, [], blocks(file)

@@ -48,8 +48,8 @@ public:
     /// Returns what makes the tables of movements; see `set_together`.
     detail::batch_tables& tables() { return tables_; }
 
-    /// Runs a plan in the stream; `cpx::exchange` calls it. Rows of any alignment: those that do not begin at a multiple
-    /// of 16 bytes, such as columns of others, cost a copy. Collective.
+    /// Runs a plan in the stream; `cpx::exchange` calls it. Rows may have any alignment; those that begin at no
+    /// multiple of 16 bytes, such as columns of others, cost a copy. Collective.
     template <class T>
     void exchange(plan const& p, rows<T const> const& from, rows<T> const& to, caller here = caller::here()) {
         auto const dense = [&](rows<T const> r) -> cuda::block<T> {
