@@ -236,10 +236,10 @@ TEST_SUITE("cuda") {
     TEST_CASE("outputs by the stretches that are chosen for many heads have the bits of sequences that are not cut") {
         if (!has_gpus()) return;
         using T = __nv_bfloat16;
-        using batch = std::pair<std::vector<index_t>, index_t>;
-        for (auto const& [lengths, heads] : {batch{{2500}, 32}, {{1500, 0, 1500, 77}, 24}, {{700, 2300}, 40}}) {
-            CAPTURE(heads);
-            auto p = make<T>(lengths, 1, heads, 128, 128, kind::mild, 23);
+        using batch = std::pair<std::vector<index_t>, index_t>; // lengths, heads
+        for (batch const& of : {batch{{2500}, 32}, {{1500, 0, 1500, 77}, 24}, {{700, 2300}, 40}}) {
+            CAPTURE(of.second);
+            auto p = make<T>(of.first, 1, of.second, 128, 128, kind::mild, 23);
             auto const chosen = on_gpu<T>(p, false);
             p.shape.stretch = 1000;
             auto const whole = on_gpu<T>(p, false);
