@@ -7,8 +7,10 @@
 #include <cpx/layout/sharded.hpp>
 
 #include <array>
+#include <cstdint>
 #include <limits>
 #include <mutex>
+#include <string>
 
 namespace cpx::cuda {
 
