@@ -248,10 +248,11 @@ std::vector<report> run(options const& o, int ranks, cpx::transport_ref* launche
         auto const& one_rank = on_one_rank.at(how.attention);
         double sum = 0;
         for (std::size_t i = 0; i < reference.size(); ++i) {
-            double const p = r.outcome.log_probabilities[i], delta = std::abs(p - reference[i]);
-            r.max_delta =
-                std::max(r.max_delta, examples::number(delta, file.where(), "log-probability " + std::to_string(i)));
-            double const to_one = std::abs(p - one_rank.log_probabilities[i]);
+            std::string const what = "log-probability " + std::to_string(i);
+            double const p = r.outcome.log_probabilities[i];
+            double const delta = examples::number(std::abs(p - reference[i]), file.where(), what);
+            double const to_one = examples::number(std::abs(p - one_rank.log_probabilities[i]), "one rank", what);
+            r.max_delta = std::max(r.max_delta, delta);
             r.max_delta_to_one_rank = std::max(r.max_delta_to_one_rank, to_one);
             sum += delta;
         }
