@@ -61,15 +61,15 @@ inline std::pair<cpx::delta_rule_heads, cpx::delta_rule_options> parameters_of(s
 
 template <class T>
 void delta_rule(device_group& g, carry_value const& carry, state_call const& c) {
-    auto const [heads, options] = parameters_of(c);
+    auto const parameters = parameters_of(c);
     with_delta_rule<T>(g, carry, c, c.o, [&](auto const& plan, auto& by, auto const&, auto const&, auto const& t) {
-        cpx::gated_delta_rule(plan, t, heads, options, by);
+        cpx::gated_delta_rule(plan, t, parameters.first, parameters.second, by);
     });
 }
 
 template <class T>
 void delta_rule_backward(device_group& g, carry_value const& carry, state_call const& c) {
-    auto const [heads, options] = parameters_of(c);
+    auto const parameters = parameters_of(c);
     with_delta_rule<T>(g, carry, c, c.dout,
                        [&](auto const& plan, auto& by, auto const& on, auto const& read, auto const& t) {
                            using S = std::remove_cvref_t<decltype(plan.sharding)>;
@@ -83,7 +83,7 @@ void delta_rule_backward(device_group& g, carry_value const& carry, state_call c
                                on(rows_to<float>(c.dx[4])),
                                cpx::rows<float const>(states_in<float>(c.dfinal)),
                                states_in<float>(c.dinitial)};
-                           cpx::gated_delta_rule_backward(plan, t, to, heads, options, by);
+                           cpx::gated_delta_rule_backward(plan, t, to, parameters.first, parameters.second, by);
                        });
 }
 
