@@ -328,6 +328,36 @@ void check_tokens() {
     }
 }
 
+/// Of equal decays, which are rounded alike.
+template <class R>
+void check_slow_decays() {
+    R const r{{1, 1, 8, 8}, {.chunk = 64}};
+    auto p = random_problem<R, float>(lengths({4097}), r, 1, true, 1);
+    std::size_t at = 0;
+    for (index_t row = 0; row < p.batch.tokens(); ++row)
+        for (cpx::recurrence_input const& i : r.inputs())
+            for (index_t c = 0; c < i.heads * i.width; ++c, ++at) {
+                if (i.name[0] == 'g') p.x[at] = -1e-4f;
+                if (i.name[0] == 'b') p.x[at] /= 1000; // else what is erased hides errors of decays
+            }
+    auto const upstream = random_upstream(p, true, 2);
+    auto const got = run<cpx::serial>(p, upstream, one_rank(p.batch));
+    outcome<double> const same{cast<double>(upstream.o), cast<double>(upstream.final)};
+    auto const expected = run<cpx::serial>(p.template as<double>(), same, one_rank(p.batch));
+    CHECK(relative_error(got.o, expected.o) <= 5e-6);
+    CHECK(relative_error(got.final, expected.final) <= 5e-6);
+    CHECK(relative_error(got.dinitial, expected.dinitial) <= 5e-6);
+    auto const sections = p.sections();
+    index_t first = 0;
+    for (cpx::section const& s : sections) {
+        index_t const columns = s.heads * s.width;
+        CAPTURE(first);
+        CHECK(relative_error(some_columns(got.dx, width(sections), first, columns),
+                             some_columns(expected.dx, width(sections), first, columns)) <= 5e-6);
+        first += columns;
+    }
+}
+
 double dot(std::vector<double> const& a, std::vector<double> const& b) {
     REQUIRE(a.size() == b.size());
     double sum = 0;
@@ -450,6 +480,11 @@ TEST_SUITE("ops") {
                        head_decay_attention, channel_decay_attention, kimi_delta_attention) {
         check_tokens<R, double>();
         check_tokens<R, float>();
+    }
+
+    TEST_CASE_TEMPLATE("thousands of equal slow decays cost no precision in float", R, head_decay_attention,
+                       channel_decay_attention, kimi_delta_attention) {
+        check_slow_decays<R>();
     }
 
     TEST_CASE_TEMPLATE("their gradients are their differences, with those of states", R, head_decay_attention,

@@ -52,7 +52,8 @@ public:
     chunk_decays(rows<T const> g, index_t channels)
         : n_(g.count()), channels_(channels), factors_(n_, channels), since_(n_, channels), until_(n_, channels) {
         for (index_t i = 0; i < n_; ++i)
-            for (index_t d = 0; d < channels; ++d) factors_(i, d) = d >= g.width() ? factors_(i, 0) : std::exp(g(i, d));
+            for (index_t d = 0; d < channels; ++d)
+                factors_(i, d) = d >= g.width() ? factors_(i, 0) : std::exp(static_cast<double>(g(i, d)));
         fill(0, 0, n_, since_);
         fill(0, n_, n_, until_);
     }
@@ -121,16 +122,15 @@ public:
 private:
     /// Sets the rows of a split: from `middle` on the factors from there to each token, before it those after each.
     void fill(index_t begin, index_t middle, index_t end, padded<T>& to) const {
-        for (index_t i = middle; i < end; ++i)
-            if (i == middle)
-                std::copy_n(factors_.row(i), factors_.stride(), to.row(i));
-            else
-                multiply(to.row(i - 1), factors_.row(i), factors_.stride(), to.row(i));
-        for (index_t i = middle; i-- > begin;)
-            if (i + 1 == middle)
-                std::fill_n(to.row(i), channels_, T(1));
-            else
-                multiply(to.row(i + 1), factors_.row(i + 1), factors_.stride(), to.row(i));
+        padded<double> product(1, channels_);
+        auto const put = [&](index_t i, double const* factors) {
+            if (factors) multiply(product.row(0), factors, product.stride(), product.row(0));
+            for (index_t d = 0; d < channels_; ++d) to(i, d) = static_cast<T>(product(0, d));
+        };
+        std::fill_n(product.row(0), channels_, 1.0);
+        for (index_t i = middle; i < end; ++i) put(i, factors_.row(i));
+        std::fill_n(product.row(0), channels_, 1.0);
+        for (index_t i = middle; i-- > begin;) put(i, i + 1 == middle ? nullptr : factors_.row(i + 1));
     }
 
     static padded<T> times(padded<T> x, padded<T> const& by) {
@@ -170,7 +170,8 @@ private:
     }
 
     index_t n_, channels_;
-    padded<T> factors_, since_, until_;
+    padded<double> factors_; ///< double, for many equal ones, rounded to T, would be off in one direction
+    padded<T> since_, until_;
 };
 
 } // namespace cpx::detail

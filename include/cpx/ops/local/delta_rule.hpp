@@ -108,13 +108,15 @@ delta_keys<T> prepare_keys(rows<T const> k, rows<T const> g, bool l2norm) {
     index_t const n = k.count();
     delta_keys<T> c{scaled_rows(k, l2norm, T(1)), {n, n}, {n, n}, std::vector<T>(static_cast<std::size_t>(n))};
     project<T>(c.keys.view(), c.keys.view(), c.products.view());
-    T until_now = 1;
+    double until_now = 1;
+    std::vector<double> since(static_cast<std::size_t>(n), 1.0); // each token
     for (index_t i = 0; i < n; ++i) {
-        // A product of decays: a difference of sums of g would cancel, and a quotient of decays could be 0 / 0.
-        T const decay = std::exp(g(i, 0));
-        for (index_t j = 0; j < i; ++j) c.decay(i, j) = decay * c.decay(i - 1, j);
+        // A product of decays: a difference of sums of g would cancel, and a quotient of decays could be 0 / 0. In
+        // double, for many equal decays, rounded to T, would be off in one direction.
+        double const decay = std::exp(static_cast<double>(g(i, 0)));
+        for (index_t j = 0; j < i; ++j) c.decay(i, j) = static_cast<T>(since[static_cast<std::size_t>(j)] *= decay);
         c.decay(i, i) = 1;
-        c.decay_all[static_cast<std::size_t>(i)] = until_now *= decay;
+        c.decay_all[static_cast<std::size_t>(i)] = static_cast<T>(until_now *= decay);
     }
     return c;
 }

@@ -116,9 +116,8 @@ struct linear_attention {
         detail::padded<T> ds(dstate);
         detail::for_each_chunk_reversed(dout.count(), first, options.chunk, [&](index_t row, index_t n) {
             detail::chunk_decays<T> const decays(x[3].sub(row, n), heads.key_dim);
-            detail::padded<T> const queries(x[0].sub(row, n));
-            decays.add_outer(decays.since_start(queries), detail::scaled_rows(dout.sub(row, n), false, scale<T>()),
-                             true, ds);
+            decays.add_outer(decays.since_start(detail::padded<T>(x[0].sub(row, n))),
+                             detail::scaled_rows(dout.sub(row, n), false, scale<T>()), true, ds);
         });
         detail::copy_out(ds, dstate);
     }
