@@ -168,8 +168,8 @@ void run_recurrence(carry_plan<How, S> const& plan, R const& r, Tensors const& t
     using T = typename Tensors::state;
     char const* const where = r.name;
     state_shape const shape = held_states(plan, r);
-    Local local(where, plan, r, t, memory, here);
     memory.prepare(plan, shape, recurrence_arguments(r, t.initial.data() != nullptr), here);
+    Local local(where, plan, r, t, memory, here);
     if (t.saved) {
         memory.renew(t.saved->starts, where, {std::ssize(plan.segments), shape.state_width()}, here);
         t.saved->of = saved_by(plan, r, std::same_as<How, scan>);
@@ -223,8 +223,8 @@ void run_recurrence_backward(carry_plan<How, S> const& plan, R const& r, Tensors
     pass.without_tokens();
 }
 
-/// Throws unless the plan is this rank's and all ranks have the same, and one recurrence; before anything is written.
-/// Where no state moves ranks do not meet.
+/// Throws unless the plan is this rank's and all ranks have the same, and one recurrence: before anything is written,
+/// or, of what ranks have agreed on before, by the first message. Where no state moves ranks do not meet.
 template <class T, carry_kind How, any_sharding S, class R, class Comm>
 void agree_on_host(char const* where, carry_plan<How, S> const& plan, side from, R const& r, bool given, Comm& comm,
                    caller here) {

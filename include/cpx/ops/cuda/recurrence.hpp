@@ -28,6 +28,7 @@ struct recurrence_saved<T, cuda::memory> {
     struct made { // by one call; see `run_together`
         std::vector<std::size_t> segments;
         cuda::block<char> memory;
+        bool stale = false; ///< lent, and not written by the last forward
     };
     std::vector<made> kept;
 };
@@ -191,7 +192,9 @@ public:
     device_forward(char const*, carry_plan<How, S> const& plan, R const& r, Tensors const& t,
                    cuda::state_exchange& memory, caller here)
         : device_states(plan, r, memory, here), r_(r), t_(t), map_width_(held_states(plan, r).map_width()) {
-        if (t.saved) std::erase_if(t.saved->kept, [](auto const& made) { return !made.memory.lent(); });
+        if (!t.saved) return;
+        std::erase_if(t.saved->kept, [](auto const& made) { return !made.memory.lent(); });
+        for (auto& made : t.saved->kept) made.stale = true;
     }
     void over(std::vector<visit<float>> const& visits) const {
         if (visits.empty()) return;
@@ -218,6 +221,7 @@ private:
         for (auto& made : t_.saved->kept) {
             if (made.segments != segments) continue;
             if (made.memory.size() != bytes) made.memory = memory_.memory().template room<char>(bytes);
+            made.stale = false;
             return all(made.memory);
         }
         t_.saved->kept.push_back({std::move(segments), memory_.memory().template room<char>(bytes)});
@@ -272,7 +276,7 @@ private:
         if (t_.saved->kept.empty()) return {};
         auto const wanted = this->segments_of(visits);
         for (auto const& made : t_.saved->kept) {
-            if (!std::ranges::is_permutation(made.segments, wanted)) continue;
+            if (made.stale || !std::ranges::is_permutation(made.segments, wanted)) continue;
             auto const place = [&](visit<float> const& v) { return std::ranges::find(made.segments, v.segment); };
             std::ranges::sort(visits, {}, place);
             return all(made.memory);

@@ -33,8 +33,8 @@ void require_saved_there(char const* where, cuda::memory const& memory, Saved co
     }
 }
 
-/// Throws unless kernels can run the heads, tokens and segments of every rank: they see the heads of one rank alone,
-/// and write gradients of heads of x that are whole.
+/// Throws unless kernels can run the heads of every rank: they see those of one rank alone, and write gradients of
+/// heads of x that are whole. And unless they can run this rank's tokens and segments, of which others know nothing.
 template <carry_kind How, any_sharding S, class R>
 void check_rank_on_device(char const* where, carry_plan<How, S> const& plan, R const& r, bool backward, caller here) {
     S const& sharding = plan.sharding;
