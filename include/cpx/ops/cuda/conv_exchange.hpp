@@ -92,7 +92,9 @@ public:
                 next(edge_exchange_, plan_.edge_exchange(), sharding_, here);
             },
             here);
-        backward_is_set_ = true;
+        cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
+        check(cudaStreamIsCapturing(stream(), &capturing), "cudaStreamIsCapturing", here);
+        backward_is_set_ = capturing == cudaStreamCaptureStatusNone; // else it is when that graph runs, and no earlier
     }
 
     S const& sharding() const { return sharding_; }
