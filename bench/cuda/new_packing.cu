@@ -246,9 +246,8 @@ std::string operators_on(cuda::shared_communicator& comm, From const& zigzag, To
             if (!carry) carry = cpx::carry<cpx::serial>(to, rank);
             lap(carries);
             cpx::gated_delta_rule(*carry,
-                                  cpx::delta_rule_tensors<real, S, cuda::memory>{on(q, keys), on(k, keys),
-                                                                                 on(v, values), on(g, 32),
-                                                                                 on(beta, 32), on(o, values)},
+                                  cpx::delta_rule_tensors<real, S, cuda::memory>{
+                                      on(q, keys), on(k, keys), on(v, values), on(g, 32), on(beta, 32), on(o, values)},
                                   heads, cpx::delta_rule_options(), states);
             lap(delta_rules);
             move.transposed(y, z);
@@ -260,8 +259,8 @@ std::string operators_on(cuda::shared_communicator& comm, From const& zigzag, To
     }
     if (rank == 0) {
         std::printf("operators, window:");
-        constexpr char const* names[] = {"relayout", "causal_conv1d", "carry", "gated_delta_rule", "relayout back",
-                                         "all"};
+        constexpr char const* names[] = {"relayout",         "causal_conv1d", "carry",
+                                         "gated_delta_rule", "relayout back", "all"};
         for (int what = 0; what < times; ++what) {
             double const before = median(known[what]), after = median(fresh[what]);
             std::printf(" %s known %.1f us, new %.1f us: %.1f more%s", names[what], before, after, after - before,

@@ -133,8 +133,7 @@ relayout_value relayout_between(any_layout const& from, any_layout const& to, in
 }
 
 halo_value halo_of(any_layout const& sharding, int rank, index_t reach, cpx::side where) {
-    if (sharding.every_row())
-        return {cpx::halo(std::get<any_rows>(sharding.real), rank, reach, where), sharding};
+    if (sharding.every_row()) return {cpx::halo(std::get<any_rows>(sharding.real), rank, reach, where), sharding};
     auto const& tokens = std::get<any_tokens>(sharding.real);
     return with_real(tokens, [&](auto const& real) -> halo_value {
         auto p = cpx::halo(real, rank, reach, where);
@@ -177,8 +176,8 @@ At most one message a peer; rows that stay are copied once.)");
             [](relayout_value const& r) {
                 relayout_value back{r.plan.transposed(), r.to, r.from, !r.back};
                 if (r.late)
-                    back.late = std::make_shared<late_plan const>(
-                        [late = r.late] { return late->made().transposed(); });
+                    back.late =
+                        std::make_shared<late_plan const>([late = r.late] { return late->made().transposed(); });
                 return back;
             },
             "Returns the plan that moves everything back: the backward of this one.")

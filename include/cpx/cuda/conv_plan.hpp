@@ -73,8 +73,8 @@ public:
     /// Sets the plan of rows after of the batch that was set, if the first one had such a plan. As `set`.
     template <any_sharding S>
     void set_after(halo_plan<S> const& after, detail::batch_tables& by, caller here = caller::here()) {
-        require(room_ && for_backward_, where, "plan of rows after to set", "none, where the first had none",
-                "one", here);
+        require(room_ && for_backward_, where, "plan of rows after to set", "none, where the first had none", "one",
+                here);
         auto next = now_;
         auto const forward = static_cast<std::size_t>(this->after() - first());
         next.tables.resize(forward);

@@ -3,4 +3,4 @@
 
 template void binding::convolve<float>(device_group&, halo_value const&, convolution_call const&);
 template void binding::convolve_backward<float>(device_group&, halo_value const&, halo_value const&,
-                                          convolution_call const&);
+                                                convolution_call const&);

@@ -30,11 +30,11 @@ extern template void convolve<float>(device_group&, halo_value const&, convoluti
 extern template void convolve<__nv_bfloat16>(device_group&, halo_value const&, convolution_call const&);
 extern template void convolve<__half>(device_group&, halo_value const&, convolution_call const&);
 extern template void convolve_backward<float>(device_group&, halo_value const&, halo_value const&,
-                                             convolution_call const&);
+                                              convolution_call const&);
 extern template void convolve_backward<__nv_bfloat16>(device_group&, halo_value const&, halo_value const&,
-                                             convolution_call const&);
+                                                      convolution_call const&);
 extern template void convolve_backward<__half>(device_group&, halo_value const&, halo_value const&,
-                                             convolution_call const&);
+                                               convolution_call const&);
 extern template void attend<float>(device_group&, attention_call const&);
 extern template void attend<__nv_bfloat16>(device_group&, attention_call const&);
 extern template void attend<__half>(device_group&, attention_call const&);

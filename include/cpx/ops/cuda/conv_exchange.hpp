@@ -181,8 +181,8 @@ private:
     void next(std::optional<batch_exchange<U>>& exchange, cpx::plan const& moved, S const& sharding, caller here) {
         if (exchange)
             exchange->set(
-                moved.batch, cpx::detail::cut_alike(sharding, first_),
-                [&](auto&& use) { use(std::span(&moved, 1)); }, here);
+                moved.batch, cpx::detail::cut_alike(sharding, first_), [&](auto&& use) { use(std::span(&moved, 1)); },
+                here);
     }
 
     index_t reach() const { return plan_.taps() - 1; }
