@@ -1,15 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a new packing costs the host: a relayout there and back, a halo and a carry, while the device is busy; a
-// thousand of them in turn. What one costs to heads and back, and under shardings of which the host lists plans.
+// thousand of them in turn. What one costs to heads and back, and under shardings of which the host lists plans. What
+// one costs the operators that python/bench/overhead_cuda.py calls, with their plans.
 // One process a GPU: `bench.cuda.new_packing`.
 #include <cpx/cpx.hpp>
 #include <cpx/cuda/shared_communicator.hpp>
+#include <cpx/ops/cuda/conv_exchange.hpp>
+#include <cpx/ops/cuda/gated_delta_rule.hpp>
 
 #include "../../harness/processes.hpp"
+#include "random.hpp"
 #include "timing.hpp"
 
 #include <chrono>
 #include <fstream>
+#include <optional>
 #include <vector>
 
 namespace {
@@ -185,6 +190,86 @@ std::string run_on(Comm& comm, char const* how, timing::limits& limits, From con
     return "";
 }
 
+/// Runs a relayout, a convolution and a delta rule on `sequential(batch)` and a relayout back, and prints what new
+/// packings cost the host.
+template <class From, class To>
+std::string operators_on(cuda::shared_communicator& comm, From const& zigzag, To const& sequential) {
+    using real = __nv_bfloat16;
+    using S = std::invoke_result_t<To const&, cpx::thd const&>;
+    int const rank = comm.rank();
+    auto const first = packing(0);
+    auto const there = sequential(first);
+    cpx::capacity const most{tokens / comm.ranks() + 128 * sequences, sequences};
+    cpx::delta_rule_heads const heads{16, 32, 128, 128};
+    index_t const keys = 16 * 128, values = 32 * 128;
+    auto move = cpx::make_movement<real>(zigzag(first), there, width, most, comm);
+    cuda::conv_exchange<real, S> convolution(cpx::halo(there, rank, 3), cpx::halo(there, rank, 3, cpx::side::after),
+                                             width, comm, {.most = most});
+    cuda::state_exchange states(comm, most);
+    auto x = move.make_tensor(zigzag(first)), z = move.make_tensor(zigzag(first));
+    auto y = move.make_tensor(there);
+    auto const weight = timing::random<real>(width * 4, 1, -0.5f, 0.5f);
+    auto const q = timing::random<real>(most.rows * keys, 2, -0.15f, 0.15f),
+               k = timing::random<real>(most.rows * keys, 3, -0.15f, 0.15f),
+               v = timing::random<real>(most.rows * values, 4, -1, 1);
+    auto const g = timing::random<float>(most.rows * 32, 5, -1, 0),
+               beta = timing::random<float>(most.rows * 32, 6, 0, 1);
+    cuda::buffer<real> const convolved(most.rows * width), o(most.rows * values);
+
+    enum { there_of, convolutions, carries, delta_rules, back_of, all, times };
+    std::vector<double> known[times], fresh[times];
+    for (index_t round = 0; round < busy_rounds; ++round) {
+        auto const batch = packing(round);
+        auto const from = zigzag(batch);
+        auto const to = sequential(batch);
+        x.hold(from), y.hold(to), z.hold(from);
+        index_t const own = to.rows(rank);
+        auto const on = [&]<class T>(cuda::buffer<T> const& b, index_t columns) {
+            return cpx::sharded(cpx::rows<T>(b.data(), own, columns), to, rank, comm.memory());
+        };
+        std::optional<cpx::carry_plan<cpx::serial, S>> carry;
+        for (auto* const took : {fresh, known}) {
+            spin<<<1, 1, 0, comm.stream()>>>(10'000'000);
+            auto const begin = clock::now();
+            auto last = begin;
+            auto const lap = [&](int what) {
+                auto const now = clock::now();
+                if (round >= 40) took[what].push_back(std::chrono::duration<double>(now - last).count() * 1e6);
+                last = now;
+            };
+            move(x, y);
+            lap(there_of);
+            auto const out = on(convolved, width);
+            cuda::causal_conv1d(convolution, y, cpx::rows<real const>(weight.data(), width, 4), {},
+                                cpx::activation::silu, out);
+            lap(convolutions);
+            if (!carry) carry = cpx::carry<cpx::serial>(to, rank);
+            lap(carries);
+            cpx::gated_delta_rule(*carry,
+                                  cpx::delta_rule_tensors<real, S, cuda::memory>{
+                                      on(q, keys), on(k, keys), on(v, values), on(g, 32), on(beta, 32), on(o, values)},
+                                  heads, cpx::delta_rule_options(), states);
+            lap(delta_rules);
+            move.transposed(y, z);
+            lap(back_of);
+            last = begin;
+            lap(all);
+            comm.wait();
+        }
+    }
+    if (rank == 0) {
+        std::printf("operators, window:");
+        constexpr char const* names[] = {"relayout",         "causal_conv1d", "carry",
+                                         "gated_delta_rule", "relayout back", "all"};
+        for (int what = 0; what < times; ++what) {
+            double const before = median(known[what]), after = median(fresh[what]);
+            std::printf(" %s known %.1f us, new %.1f us: %.1f more%s", names[what], before, after, after - before,
+                        what < all ? ";" : "\n");
+        }
+    }
+    return "";
+}
+
 std::string run(int rank) {
     auto const joined = cpx::nccl::from_environment(std::chrono::seconds(60));
     cuda::stream const stream;
@@ -222,6 +307,7 @@ std::string run(int rank) {
     cuda::shared_memory memory(*joined, index_t{400} << 20);
     cuda::shared_communicator shares(memory, stream);
     if (problem.empty()) problem = run_on(shares, "relayouts through the window", limits, from, to, 1000);
+    if (problem.empty()) problem = operators_on(shares, from, to);
     if (rank == 0) limits.print();
     return problem;
 }

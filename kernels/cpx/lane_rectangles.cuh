@@ -9,7 +9,7 @@
 
 namespace cpx::kernels {
 
-/// Writes all numbers and listed rectangles, and the rectangles of all jobs, a warp each. `sent`: a `lane_list`.
+/// Writes all numbers, also the listed ones, and the rectangles of all jobs, a warp each. `sent`: a `lane_list`.
 template <int N>
 __global__ void __launch_bounds__(256) list_lanes(__grid_constant__ launch_list<std::int64_t, N> const sent) {
     auto const& all = *reinterpret_cast<cpx::detail::lane_list const*>(sent.items);

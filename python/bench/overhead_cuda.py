@@ -3,6 +3,7 @@
 ones: one rank, or several by torchrun. An argument: the path of bench.cuda.delta_rule_calls, of which one rank prints
 C++'s times of the delta rule before and behind its own, of a cool device and of a warm one."""
 
+import itertools
 import os
 import statistics
 import subprocess
@@ -161,7 +162,8 @@ def backward(call, x):
 def new_packings(say, comm):
     """Prints what packings of 32768 tokens in 64 sequences cost the host when they are seen first, beyond the same
     calls of ones that are known: exchanges between zigzag and sequential, there and back, a convolution and a delta
-    rule; the device has other work for 10 ms. Beside it bench.cuda.new_packing measures C++."""
+    rule, and each of their plans; the device has other work for 10 ms. `operators` of bench.cuda.new_packing are the
+    same in C++."""
     hidden, heads, key = 2048, (16, 32), 128
     kind = {"device": device, "dtype": torch.bfloat16}
     most = 32768 // world + 64
@@ -184,17 +186,32 @@ def new_packings(say, comm):
         before, inner = x[:here], [t[:there] for t in (q, k, v, g, beta)]
         for took in (fresh, known):
             torch.cuda._sleep(20_000_000)
-            begin = time.perf_counter()
-            y = ct.exchange(before, ct.relayout(a, b, comm), comm)
-            ct.causal_conv1d(y, weight, ct.halo(b, comm, 3), comm, None, "silu")
-            ct.gated_delta_rule(*inner, ct.carry(b, comm, "serial"), comm)
-            z = ct.exchange(y, ct.relayout(b, a, comm), comm)
-            took.append(time.perf_counter() - begin)
+            at = [time.perf_counter()]
+
+            def lap(result, at=at):
+                at.append(time.perf_counter())
+                return result
+
+            move = lap(ct.relayout(a, b, comm))
+            y = lap(ct.exchange(before, move, comm))
+            halo = lap(ct.halo(b, comm, 3))
+            lap(ct.causal_conv1d(y, weight, halo, comm, None, "silu"))
+            carry = lap(ct.carry(b, comm, "serial"))
+            lap(ct.gated_delta_rule(*inner, carry, comm))
+            back = lap(ct.relayout(b, a, comm))
+            z = lap(ct.exchange(y, back, comm))
+            took.append([end - begin for begin, end in itertools.pairwise(at)] + [at[-1] - at[0]])
             torch.cuda.synchronize()
         assert torch.equal(z, before)
-    made, fresh, known = (statistics.median(t[40:]) * 1e6 for t in (made, fresh, known))
-    say(f"a packing, us: four calls of one that is known {known:.1f}, of a new one {fresh:.1f}, "
-        f"{fresh - known:.1f} more; its offsets and shardings {made:.1f}; exchanges by {comm.exchange_path}")
+    made = statistics.median(made[40:]) * 1e6
+    *known, known_all = (statistics.median(t) * 1e6 for t in zip(*known[40:]))
+    *fresh, fresh_all = (statistics.median(t) * 1e6 for t in zip(*fresh[40:]))
+    say(f"a packing, us: four calls of one that is known {known_all:.1f}, of a new one {fresh_all:.1f}, "
+        f"{fresh_all - known_all:.1f} more; its offsets and shardings {made:.1f}; exchanges by {comm.exchange_path}")
+    names = ("relayout", "exchange", "halo", "causal_conv1d", "carry", "gated_delta_rule", "relayout back",
+             "exchange back")
+    say("of which, known, new: " + ", ".join(
+        f"{name} {before:.1f}, {now:.1f}" for name, before, now in zip(names, known, fresh)))
 
 
 def main():

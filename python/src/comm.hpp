@@ -88,7 +88,8 @@ public:
     virtual void shift(halo_value const& plan, nb::handle x, nb::handle y, fill_value const& fill) = 0;
     virtual void sum(nb::handle values) = 0;
     virtual void convolve(halo_value const& before, convolution_objects const& o, cpx::activation act) = 0;
-    virtual void convolve_backward(halo_value const& before, convolution_objects const& o, cpx::activation act) = 0;
+    virtual void convolve_backward(halo_value const& before, halo_value const& after, convolution_objects const& o,
+                                   cpx::activation act) = 0;
     virtual void recur(std::string_view name, bool back, carry_value const& plan, recurrence_objects const& o) = 0;
     virtual void attend(attention_objects const& o, bool back) = 0;
     /// See `cpx::expert_exchange`. What it returns ends before its communicator.

@@ -59,11 +59,12 @@ void backward(halo_value const& before, halo_value const& after, nb::object x_, 
               nb::object act, nb::object dy_, nb::object dx_, nb::object dweight_, nb::object dbias_,
               communicator& comm, std::string_view order_) {
     char const* const where = "causal_conv1d_backward";
+    cpx::require(before.real.index() == after.real.index(), where, "sharding of the plans", "one of both", "two");
     if (auto* const there = comm.on_device()) {
         cpx::require(order_of(where, order_) == cpx::sum_order::by_rank, where, "order", "\"by_rank\", on devices",
                      "\"by_row\"");
         return there->convolve_backward(
-            before,
+            before, after,
             {.x = x_, .weight = weight_, .bias = bias_, .dy = dy_, .dx = dx_, .dweight = dweight_, .dbias = dbias_},
             activation_of(where, act));
     }
@@ -72,7 +73,6 @@ void backward(halo_value const& before, halo_value const& after, nb::object x_, 
                 dweight = written_if(where, "dweight", dweight_), dbias = written_if(where, "dbias", dbias_);
     auto const activation = activation_of(where, act);
     auto const order = order_of(where, order_);
-    cpx::require(before.real.index() == after.real.index(), where, "sharding of the plans", "one of both", "two");
     with_float(x, [&]<class T>(of_type<T>) {
         auto const from = rows_of<T>(x), of_y = rows_of<T>(dy), w = rows_of<T>(weight);
         auto const to = rows_to<T>(dx), to_weight = rows_to<T>(dweight);

@@ -59,7 +59,7 @@ void exchange(relayout_value const& plan, nb::object source, nb::object target, 
         auto const to = rows_to<T>(y);
         call const now(where, comm);
         auto transport = comm.host(where);
-        cpx::exchange(plan.plan, from, to, transport);
+        cpx::exchange(plan.whole(), from, to, transport);
     });
 }
 

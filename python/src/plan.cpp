@@ -26,8 +26,14 @@ namespace {
 template <class L>
 using of_sequences = cpx::sharding<L, cpx::scope::sequence, cpx::aligned<cpx::dynamic>>;
 
-/// Returns the plan between layouts that scale with every length, if these are some.
-std::optional<cpx::plan> scaled(any_tokens const& from, any_tokens const& to, int rank) {
+/// Gives the identity of a plan the names that users know, in place of those of types.
+void name_ends(cpx::identity& id, any_tokens const& from, any_tokens const& to) {
+    cpx::identity::set(id.source, from.text());
+    cpx::identity::set(id.target, to.text());
+}
+
+/// Returns the plan between rows by tokens; of layouts that scale with every length as these do.
+cpx::plan by_tokens(any_tokens const& from, any_tokens const& to, int rank) {
     std::optional<cpx::plan> made;
     auto const between = [&]<class A, class B>(of_type<A>, of_type<B>) {
         auto const* const a = from.get<of_sequences<A>>();
@@ -36,18 +42,33 @@ std::optional<cpx::plan> scaled(any_tokens const& from, any_tokens const& to, in
     };
     between(of_type<cpx::zigzag<>>(), of_type<cpx::sequential<>>());
     between(of_type<cpx::sequential<>>(), of_type<cpx::zigzag<>>());
-    return made;
+    if (!made) return cpx::relayout(from, to, rank);
+    name_ends(made->id, from, to);
+    return std::move(*made);
+}
+/// Returns what is known of it without a look at who has which rows. Throws `cpx::error` as that does.
+cpx::plan without_messages(any_tokens const& from, any_tokens const& to, int rank) {
+    auto const here = cpx::caller::here();
+    cpx::detail::require_same_group("relayout", from, to, here);
+    cpx::detail::require_rank("relayout", rank, from.ranks(), here);
+    return {.rank = rank,
+            .source_rows = from.rows(rank),
+            .target_rows = to.rows(rank),
+            .sends = {},
+            .receives = {},
+            .id = cpx::detail::identify("relayout", from.end(), to.end(), from.ranks(), from.batch()),
+            .batch = from.batch(),
+            .source_settings = from.end().all,
+            .target_settings = to.end().all};
 }
 
-/// Gives a plan the names that users know, in place of the types that hide them.
-void name_ends(cpx::plan& p, any_layout const& from, any_layout const& to) {
-    cpx::identity a, b;
-    from.visit([&](auto const& s) { s.name(a); });
-    to.visit([&](auto const& s) { s.name(b); });
-    p.id.source = a.source, p.id.source_settings = a.source_settings;
-    p.id.target = b.target, p.id.target_settings = b.target_settings;
-    p.id[cpx::identity::source_hash] = a.numbers[cpx::identity::source_hash];
-    p.id[cpx::identity::target_hash] = b.numbers[cpx::identity::target_hash];
+/// Calls `f` with the sharding behind one by tokens if it is of a kind that most use, whose plans cost half of those of
+/// any: else with this itself.
+template <class F>
+auto with_real(any_tokens const& s, F&& f) {
+    if (auto const* const real = s.get<of_sequences<cpx::zigzag<>>>()) return f(*real);
+    if (auto const* const real = s.get<of_sequences<cpx::sequential<>>>()) return f(*real);
+    return f(s);
 }
 
 index_t columns_in(cpx::message const& m, index_t width) { return m.columns.empty() ? width : cpx::total(m.columns); }
@@ -58,15 +79,15 @@ nb::ndarray<nb::numpy, std::int64_t> matrix(relayout_value const& r, F&& of) {
     auto const ranks = static_cast<std::size_t>(r.from.ranks());
     auto sums = cpx::detail::zeros<index_t>("relayout", {r.from.ranks(), r.from.ranks()}, cpx::caller::here());
     for (int rank = 0; rank < r.from.ranks(); ++rank)
-        for (cpx::message const& m : r.back ? relayout_between(r.to, r.from, rank).plan.receives
-                                            : relayout_between(r.from, r.to, rank).plan.sends)
+        for (auto const of_rank = r.back ? relayout_between(r.to, r.from, rank) : relayout_between(r.from, r.to, rank);
+             cpx::message const& m : r.back ? of_rank.whole().receives : of_rank.whole().sends)
             sums[static_cast<std::size_t>(rank) * ranks + static_cast<std::size_t>(m.peer)] += of(m);
     return to_numpy(std::move(sums), {ranks, ranks});
 }
 
-/// What Python asks of any plan.
-template <class V, class F>
-void bind_messages(nb::class_<V>& c, F plan_of) {
+/// What Python asks of any plan; `whole_of`: returns it with its messages.
+template <class V, class F, class G>
+void bind_messages(nb::class_<V>& c, F plan_of, G whole_of) {
     c.def_prop_ro(
          "rank", [=](V const& v) { return plan_of(v).rank; }, "The rank whose plan it is.")
         .def_prop_ro(
@@ -82,12 +103,12 @@ void bind_messages(nb::class_<V>& c, F plan_of) {
             "target_width", [=](V const& v) { return plan_of(v).target_width; },
             "Elements of a row; 0: as the source's.")
         .def_prop_ro(
-            "messages", [=](V const& v) { return plan_of(v).messages(); }, "Messages to other ranks.")
+            "messages", [=](V const& v) { return whole_of(v).messages(); }, "Messages to other ranks.")
         .def_prop_ro(
-            "sent_rows", [=](V const& v) { return plan_of(v).sent_rows(); },
+            "sent_rows", [=](V const& v) { return whole_of(v).sent_rows(); },
             "Rows of which all or some columns leave this rank.")
         .def(
-            "sent_elements", [=](V const& v, index_t width) { return plan_of(v).sent_elements(width); }, "width"_a = 1,
+            "sent_elements", [=](V const& v, index_t width) { return whole_of(v).sent_elements(width); }, "width"_a = 1,
             "Returns the elements that leave this rank, of rows of `width` where they move whole.")
         .def_prop_ro(
             "fingerprint", [=](V const& v) { return plan_of(v).fingerprint(); },
@@ -100,42 +121,51 @@ relayout_value relayout_between(any_layout const& from, any_layout const& to, in
     relayout_value r{{}, from, to, false};
     std::visit(
         [&]<class A, class B>(A const& a, B const& b) {
-            if constexpr (std::same_as<A, any_tokens> && std::same_as<B, any_tokens>)
-                if (auto made = scaled(a, b, rank)) {
-                    r.plan = std::move(*made);
-                    return;
-                }
-            r.plan = cpx::relayout(a, b, rank);
+            if constexpr (std::same_as<A, any_tokens> && std::same_as<B, any_tokens>) {
+                r.plan = without_messages(a, b, rank);
+                r.late = std::make_shared<late_plan const>([a, b, rank] { return by_tokens(a, b, rank); });
+            } else {
+                r.plan = cpx::relayout(a, b, rank);
+            }
         },
         from.real, to.real);
-    name_ends(r.plan, from, to);
     return r;
 }
 
 halo_value halo_of(any_layout const& sharding, int rank, index_t reach, cpx::side where) {
-    return sharding.visit([&]<class S>(S const& s) {
-        auto plan = cpx::halo(s, rank, reach, where);
-        name_ends(plan, sharding, sharding);
-        return halo_value{std::move(plan), sharding};
+    if (sharding.every_row()) return {cpx::halo(std::get<any_rows>(sharding.real), rank, reach, where), sharding};
+    auto const& tokens = std::get<any_tokens>(sharding.real);
+    return with_real(tokens, [&](auto const& real) -> halo_value {
+        auto p = cpx::halo(real, rank, reach, where);
+        name_ends(p.id, tokens, tokens);
+        return {cpx::halo_plan<any_tokens>{static_cast<cpx::plan&&>(p), tokens, p.reach, p.where, std::move(p.segments),
+                                           std::move(p.runs), std::move(p.begin)},
+                sharding};
     });
 }
 
 carry_value carry_of(any_layout const& sharding, int rank, bool serial) {
-    auto const named = [&](auto plan) {
-        sharding.visit([&](auto const& s) { s.name(plan.id); });
-        return carry_value{std::move(plan), sharding, serial};
-    };
-    if (sharding.every_row()) return named(cpx::carry<cpx::serial>(std::get<any_rows>(sharding.real), rank));
+    if (sharding.every_row())
+        return {cpx::carry<cpx::serial>(std::get<any_rows>(sharding.real), rank), sharding, serial};
     auto const& tokens = std::get<any_tokens>(sharding.real);
-    if (serial) return named(cpx::carry<cpx::serial>(tokens, rank));
-    return named(cpx::carry<cpx::scan>(tokens, rank));
+    auto const by = [&]<cpx::carry_kind How>(of_type<How>) {
+        return with_real(tokens, [&](auto const& real) -> carry_value {
+            auto c = cpx::carry<How>(real, rank);
+            name_ends(c.id, tokens, tokens);
+            return {cpx::carry_plan<How, any_tokens>{static_cast<cpx::carry_exchanges<How>&&>(c), tokens}, sharding,
+                    serial};
+        });
+    };
+    return serial ? by(of_type<cpx::serial>()) : by(of_type<cpx::scan>());
 }
 
 void bind_plan(nb::module_& m) {
     nb::class_<relayout_value> relayout(m, "Relayout", R"(All that one rank sends and receives between two shardings.
 
 At most one message a peer; rows that stay are copied once.)");
-    bind_messages(relayout, [](relayout_value const& r) -> cpx::plan const& { return r.plan; });
+    bind_messages(
+        relayout, [](relayout_value const& r) -> cpx::plan const& { return r.plan; },
+        [](relayout_value const& r) -> cpx::plan const& { return r.whole(); });
     relayout
         .def_prop_ro(
             "source", [](relayout_value const& r) { return r.from; }, "The sharding from which it leads.")
@@ -144,7 +174,11 @@ At most one message a peer; rows that stay are copied once.)");
         .def(
             "transposed",
             [](relayout_value const& r) {
-                return relayout_value{r.plan.transposed(), r.to, r.from, !r.back};
+                relayout_value back{r.plan.transposed(), r.to, r.from, !r.back};
+                if (r.late)
+                    back.late =
+                        std::make_shared<late_plan const>([late = r.late] { return late->made().transposed(); });
+                return back;
             },
             "Returns the plan that moves everything back: the backward of this one.")
         .def(
@@ -181,7 +215,8 @@ At most one message a peer; rows that stay are copied once.)");
 Any pair of shardings of one batch. Pure: no communication; every rank makes its own.)");
 
     nb::class_<halo_value> halo(m, "Halo", "The rows beside a rank's segments: what a convolution needs of others.");
-    bind_messages(halo, [](halo_value const& h) -> cpx::plan const& { return h.plan(); });
+    auto const plan_of_halo = [](halo_value const& h) -> cpx::plan const& { return h.plan(); };
+    bind_messages(halo, plan_of_halo, plan_of_halo);
     halo.def_prop_ro(
             "sharding", [](halo_value const& h) { return h.sharding; }, "The sharding of the rows.")
         .def_prop_ro(

@@ -7,13 +7,37 @@
 #include <cpx/plan/halo.hpp>
 #include <cpx/plan/relayout.hpp>
 
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <utility>
+
 namespace binding {
+
+/// A plan whose messages are listed when they are first asked for.
+class late_plan {
+public:
+    explicit late_plan(std::function<cpx::plan()> list) : list_(std::move(list)) {}
+    cpx::plan const& made() const {
+        std::call_once(asked_, [this] { made_ = list_(); });
+        return made_;
+    }
+
+private:
+    std::function<cpx::plan()> list_;
+    mutable std::once_flag asked_;
+    mutable cpx::plan made_;
+};
 
 /// A relayout between two shardings, for one rank.
 struct relayout_value {
-    cpx::plan plan;
+    cpx::plan plan; ///< but for its messages, if they are late
     any_layout from, to;
     bool back = false; ///< transposed, of a plan between `to` and `from`
+    std::shared_ptr<late_plan const> late = {};
+
+    /// Returns the plan with its messages, which a kernel that moves rows by shardings does not ask for.
+    cpx::plan const& whole() const { return late ? late->made() : plan; }
 };
 
 /// The rows beside a rank's segments.

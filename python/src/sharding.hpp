@@ -5,8 +5,11 @@
 #include <cpx/layout/head_sharded.hpp>
 #include <cpx/plan/carry.hpp>
 
+#include <atomic>
 #include <functional>
 #include <memory>
+#include <mutex>
+#include <optional>
 #include <string>
 #include <utility>
 #include <variant>
@@ -45,7 +48,14 @@ public:
 
     int ranks() const { return real_->ranks(); }
     cpx::thd const& batch() const { return real_->batch(); }
-    index_t rows(int rank) const { return real_->rows(rank); }
+    index_t rows(int rank) const {
+        auto const place = static_cast<std::size_t>(rank);
+        if (place >= real_->rows_known.size()) return real_->rows(rank); // which throws
+        auto& known = real_->rows_known[place];
+        index_t count = known.load(std::memory_order_relaxed);
+        if (count == 0) known.store(count = real_->rows(rank) + 1, std::memory_order_relaxed);
+        return count - 1;
+    }
     std::span<cpx::section const> sections() const { return real_->sections(); }
     range heads(int rank, index_t count) const { return real_->heads(rank, count); }
     template <class F>
@@ -73,12 +83,13 @@ public:
         auto const* const as = dynamic_cast<model<S> const*>(real_.get());
         return as ? &as->sharding : nullptr;
     }
-    /// Writes what it is to both ends of the identity of a plan: all ranks read its name in errors.
-    void name(cpx::identity& id) const { real_->name(id); }
+    /// Returns what identities of plans say of the sharding behind it, under its text as its name.
+    cpx::detail::identity_end const& end() const { return real_->end(); }
 
 private:
     struct base {
-        base(std::string what, chunk_list of_run) : text(std::move(what)), chunks(std::move(of_run)) {}
+        base(std::string what, chunk_list of_run, int ranks)
+            : text(std::move(what)), chunks(std::move(of_run)), rows_known(static_cast<std::size_t>(ranks)) {}
         virtual ~base() = default;
         virtual bool equals(base const& other) const = 0;
         virtual int ranks() const = 0;
@@ -89,9 +100,10 @@ private:
         virtual void pieces(int rank, std::function<void(range)> const& f) const = 0;
         virtual void holders(range rows, index_t& run, std::function<void(int, range)> const& f) const = 0;
         virtual bool exact(bool serial, index_t chunk) const = 0;
-        virtual void name(cpx::identity& id) const = 0;
+        virtual cpx::detail::identity_end const& end() const = 0;
         std::string text;
         chunk_list chunks;
+        mutable std::vector<std::atomic<index_t>> rows_known; ///< of each rank and one more, 0: not counted yet
     };
     template <class S>
     static chunk_list chunks_of(S const& sharding) {
@@ -117,7 +129,7 @@ private:
     }
     template <class S>
     struct model final : base {
-        model(S s, std::string what) : base(std::move(what), chunks_of(s)), sharding(std::move(s)) {}
+        model(S s, std::string what) : base(std::move(what), chunks_of(s), s.ranks()), sharding(std::move(s)) {}
         bool equals(base const& other) const override {
             auto const* const same = dynamic_cast<model const*>(&other);
             return same && same->sharding == sharding;
@@ -134,14 +146,18 @@ private:
         bool exact(bool serial, index_t chunk) const override {
             return serial ? cpx::is_exact<cpx::serial>(sharding, chunk) : cpx::is_exact<cpx::scan>(sharding, chunk);
         }
-        void name(cpx::identity& id) const override {
-            auto const real = cpx::detail::identify("", sharding, sharding);
-            cpx::identity::set(id.source, this->text);
-            cpx::identity::set(id.target, this->text);
-            id.source_settings = id.target_settings = real.source_settings;
-            id[cpx::identity::source_hash] = id[cpx::identity::target_hash] = real.numbers[cpx::identity::source_hash];
+        cpx::detail::identity_end const& end() const override {
+            std::call_once(asked_, [&] {
+                auto const real = cpx::detail::end_of(sharding);
+                end_.emplace(cpx::detail::identity_end{this->text, real.hash, real.text, real.all});
+            });
+            return *end_;
         }
         S sharding;
+
+    private:
+        mutable std::once_flag asked_;
+        mutable std::optional<cpx::detail::identity_end> end_;
     };
     std::shared_ptr<base const> real_;
 };
@@ -151,16 +167,14 @@ using any_rows = any_of<true>;    ///< every row on every rank
 
 } // namespace binding
 
-// What ranks read in errors of plans that operators make themselves.
+// Plans are named after the sharding behind one of these, which all ranks read in errors.
 template <>
-inline std::string const& cpx::detail::sharding_name<binding::any_tokens>() {
-    static std::string const name = "rows by tokens";
-    return name;
+inline cpx::detail::identity_end cpx::detail::end_of(binding::any_tokens const& s) {
+    return s.end();
 }
 template <>
-inline std::string const& cpx::detail::sharding_name<binding::any_rows>() {
-    static std::string const name = "every row";
-    return name;
+inline cpx::detail::identity_end cpx::detail::end_of(binding::any_rows const& s) {
+    return s.end();
 }
 
 namespace binding {

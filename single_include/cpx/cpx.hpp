@@ -6301,46 +6301,48 @@ std::vector<index_t> newest_rows(halo_plan<S> const& p) {
 /// What a causal convolution reads beside a rank's own rows.
 struct conv_batch {
     index_t rows = 0, halo_rows = 0, segments = 0;
-    std::vector<index_t> tables; ///< as `conv_batch_of` says
+    std::vector<index_t> tables; ///< as `conv_batch_of` and `add_rows_after` say
     plan edge_exchange;          ///< brings edge rows to the ranks whose segments they follow
 };
 
-/// Returns the rows of a convolution, of at most `most_taps`. `after`: null if there is no backward.
-///
-/// Tables: where segments begin, then rows before, see `rows_before`. Then (segments, reach) rows after, those of the
-/// halo after the edge rows, and what edge rows are computed from. Throws `cpx::error` on other plans.
+/// Returns the rows of a convolution, of at most `most_taps`. Tables: where segments begin, then rows before, see
+/// `rows_before`. Throws `cpx::error` on other plans.
 template <any_sharding S>
-conv_batch conv_batch_of(char const* where, halo_plan<S> const& p, halo_plan<S> const* after, index_t most_taps,
-                         bool go_on, caller here = caller::here()) {
+conv_batch conv_batch_of(char const* where, halo_plan<S> const& p, index_t most_taps, bool go_on,
+                         caller here = caller::here()) {
     require(p.where == side::before, where, "side of the halo", "before", "after", here);
     require(
         p.reach < most_taps, where, "taps", [&] { return "at most " + std::to_string(most_taps); }, p.reach + 1, here);
     require(std::ssize(p.segments) < index_t{1} << 31, where, "segments", "less than 2^31", p.segments.size(), here);
     conv_batch made{p.source_rows, p.target_rows, std::ssize(p.segments), offsets(p.segments), {}};
-    auto const add = [&](std::vector<index_t> const& list) {
-        made.tables.insert(made.tables.end(), list.begin(), list.end());
-    };
     auto const before = rows_before(p, go_on);
-    add(before);
-    if (!after) return made;
-    require(after->sharding == p.sharding && after->rank == p.rank, where, "plan of rows after",
+    made.tables.insert(made.tables.end(), before.begin(), before.end());
+    return made;
+}
+
+/// Adds what the backward of such a convolution reads, by the plan of rows after, of the sharding and rank of that of
+/// the `reach` rows before. Tables: (segments, reach) rows after, those of the halo after the edge rows, and what edge
+/// rows are computed from. Throws `cpx::error` on other plans.
+template <any_sharding S>
+void add_rows_after(char const* where, conv_batch& to, halo_plan<S> const& p, index_t reach,
+                    caller here = caller::here()) {
+    require(p.where == side::after && p.reach == reach, where, "rows after a segment in the plan", reach,
+            p.where == side::after ? p.reach : 0, here);
+    require(p.source_rows == to.rows && std::ssize(p.segments) == to.segments, where, "plan of rows after",
             "the sharding and the rank of that of rows before", "another", here);
-    require(after->where == side::after && after->reach == p.reach, where, "rows after a segment in the plan", p.reach,
-            after->where == side::after ? after->reach : 0, here);
-    auto edges = edges_of(*after);
-    add(edges.beside);
-    made.edge_exchange = std::move(edges.exchange);
+    auto edges = edges_of(p);
+    to.tables.insert(to.tables.end(), edges.beside.begin(), edges.beside.end());
+    to.edge_exchange = std::move(edges.exchange);
 
     std::size_t s = 0; // (edge rows, taps): what each is computed from
     for (index_t const row : edges.rows) {
         while (p.segments[s].row + p.segments[s].count <= row) ++s;
-        for (index_t from = row - p.reach; from <= row; ++from) {
-            index_t const token = from - p.segments[s].row;
-            auto const place = (s + 1) * static_cast<std::size_t>(p.reach) - static_cast<std::size_t>(-token);
-            made.tables.push_back(token >= 0 ? from : before[place]);
+        for (index_t from = row - reach; from <= row; ++from) {
+            index_t const token = from - p.segments[s].row; // rows before stand behind where segments begin
+            index_t const place = to.segments + 1 + (static_cast<index_t>(s) + 1) * reach + token;
+            to.tables.push_back(token >= 0 ? from : to.tables[static_cast<std::size_t>(place)]);
         }
     }
-    return made;
 }
 
 } // namespace cpx

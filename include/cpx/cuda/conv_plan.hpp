@@ -35,10 +35,15 @@ public:
     template <any_sharding S>
     explicit conv_plan(halo_plan<S> const& before, halo_plan<S> const* after = nullptr, conv_room most = {},
                        caller here = caller::here())
-        : reach_(before.reach), has_backward_(after != nullptr), go_on_(most.go_on),
+        : reach_(before.reach), for_backward_(after != nullptr), has_backward_(for_backward_), go_on_(most.go_on),
           most_(std::max(most.rows, before.source_rows)) {
         // refuses what does not fit also where there is no device
-        now_ = conv_batch_of("cuda::conv_plan", before, after, kernels::conv_max_taps, go_on_, here);
+        now_ = conv_batch_of(where, before, kernels::conv_max_taps, go_on_, here);
+        if (after) {
+            require(after->sharding == before.sharding && after->rank == before.rank, where, "plan of rows after",
+                    "the sharding and the rank of that of rows before", "another", here);
+            add_rows_after(where, now_, *after, reach_, here);
+        }
         auto& tables = now_.tables;
         device_ = current_device();
         check(cudaDeviceGetAttribute(&multiprocessors_, cudaDevAttrMultiProcessorCount, device_),
@@ -55,19 +60,27 @@ public:
     conv_plan(halo_plan<S> const& before, halo_plan<S> const& after, caller here = caller::here())
         : conv_plan(before, &after, conv_room(), here) {}
 
-    /// Replaces the plans in stream order: without allocation or a wait. Throws `cpx::error` if there is no room.
+    /// Replaces the plan of rows before, in the order of the stream of `by`, which writes tables: no memory is
+    /// allocated, and nothing waits. That of rows after, if there is one, is none until it is set. Throws `cpx::error`
+    /// if there is no room.
     template <any_sharding S>
-    void set(halo_plan<S> const& before, halo_plan<S> const* after, cudaStream_t in, caller here = caller::here()) {
-        char const* const where = "cuda::conv_plan";
-        require(room_ && before.reach == reach_ && (after != nullptr) == has_backward_, where, "plan to set",
-                "one of the taps and sides of the first, and room for others", "another", here);
-        auto next = conv_batch_of(where, before, after, kernels::conv_max_taps, go_on_, here);
-        auto const& tables = next.tables;
-        require(next.rows <= most_ && std::ssize(tables) <= tables_.size(), where, "rows and numbers of the plan",
-                cpx::detail::in_words("at most ", most_, ", ", tables_.size()),
-                cpx::detail::in_words(next.rows, ", ", tables.size()), here);
-        write_numbers(tables, tables_.data(), in, here);
-        now_ = std::move(next);
+    void set(halo_plan<S> const& before, detail::batch_tables& by, caller here = caller::here()) {
+        require(room_ && before.reach == reach_, where, "plan to set",
+                "one of the taps of the first, and room for others", "another", here);
+        write(conv_batch_of(where, before, kernels::conv_max_taps, go_on_, here), 0, before.batch, by, here);
+        has_backward_ = false;
+    }
+    /// Sets the plan of rows after of the batch that was set, if the first one had such a plan. As `set`.
+    template <any_sharding S>
+    void set_after(halo_plan<S> const& after, detail::batch_tables& by, caller here = caller::here()) {
+        require(room_ && for_backward_, where, "plan of rows after to set", "none, where the first had none", "one",
+                here);
+        auto next = now_;
+        auto const forward = static_cast<std::size_t>(this->after() - first());
+        next.tables.resize(forward);
+        add_rows_after(where, next, after, reach_, here);
+        write(std::move(next), forward, after.batch, by, here);
+        has_backward_ = true;
     }
 
     index_t rows() const { return now_.rows; }
@@ -77,6 +90,7 @@ public:
     index_t halo_rows() const { return now_.halo_rows; }
     index_t taps() const { return reach_ + 1; }
 
+    /// Whether there is a plan of rows after, of this batch.
     bool has_backward() const { return has_backward_; }
     /// Returns the plan that brings edge rows, its source, to the ranks whose segments they follow, its target.
     plan const& edge_exchange() const { return now_.edge_exchange; }
@@ -93,9 +107,25 @@ public:
     index_t const* edge_places() const { return after() + now_.segments * reach_; }
 
 private:
+    static constexpr char const* where = "cuda::conv_plan";
+
+    /// Takes tables in place of those that are there, and lets those from number `first` on be written.
+    void write(conv_batch next, std::size_t first, thd const& batch, detail::batch_tables& by, caller here) {
+        auto const& tables = next.tables;
+        require(next.rows <= most_ && std::ssize(tables) <= tables_.size(), where, "rows and numbers of the plan",
+                cpx::detail::in_words("at most ", most_, ", ", tables_.size()),
+                cpx::detail::in_words(next.rows, ", ", tables.size()), here);
+        std::span<index_t const> const numbers = std::span(tables).subspan(first);
+        cpx::detail::lane_work work;
+        work.put(tables_.data() + first, numbers);
+        if (!by.add(batch, std::move(work), here))
+            write_numbers(numbers, tables_.data() + first, by.stream(), here); // which are too many for one launch
+        now_ = std::move(next);
+    }
+
     int device_ = 0, multiprocessors_ = 1;
     index_t reach_;
-    bool has_backward_, go_on_;
+    bool for_backward_, has_backward_, go_on_; ///< whether the first plan was one for both, and this one is
     index_t most_;
     conv_batch now_;
     buffer<index_t> tables_; ///< one behind the other

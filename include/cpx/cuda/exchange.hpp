@@ -97,11 +97,9 @@ public:
     void set(std::span<plan const> plans, thd const& batch, detail::batch_tables& to, caller here = caller::here()) {
         auto made = make(plans, true, here);
         std::uint64_t const word = word_of(plans);
-        cpx::detail::lane_work work{.numbers = {words_job(word)},
-                                    .listed = {{list(), std::ssize(made.list)}},
-                                    .rectangles = std::move(made.list)};
+        cpx::detail::lane_work work{.numbers = {words_job(word)}};
+        work.put(list(), std::span<kernels::rectangle const>(made.list));
         if (to.add(batch, std::move(work), here)) return commit(std::move(made), false);
-        made.list = std::move(work.rectangles);
         to.write(here); // of the batch before, perhaps
         put(std::move(made), word, false, to.stream(), here);
     }

@@ -58,7 +58,7 @@ public:
         if (more.size(batch) > most) return false;
         if (batch != batch_ || all_.size(batch) + more.size(batch) > most) write(here);
         batch_ = batch;
-        if (all_.numbers.empty()) // nothing has been asked for
+        if (all_.empty()) // nothing has been asked for
             all_ = std::move(more);
         else
             all_.add(more);
@@ -67,7 +67,7 @@ public:
     }
     /// Makes all tables that have been asked for.
     void write(caller here) {
-        if (all_.numbers.empty()) return;
+        if (all_.empty()) return;
         auto const numbers = std::exchange(all_, {}).list(batch_);
         auto const& list = *reinterpret_cast<cpx::detail::lane_list const*>(numbers.data());
         with_room(numbers.size(), [&](auto room) {

@@ -34,13 +34,13 @@ struct number_job {
     index_t number, count, offsets;
 };
 
-/// Where some rectangles belong that the host has listed.
+/// Where some numbers belong that the host has listed, such as those of rectangles.
 struct listed_job {
-    rectangle* to;
+    index_t* to;
     index_t count;
 };
 
-/// Begins a list of numbers: offsets, lanes, cells, jobs of all kinds and listed rectangles follow.
+/// Begins a list of numbers: offsets, lanes, cells, jobs of all kinds and those that are listed follow.
 struct lane_list {
     std::int32_t sequences, lanes, cells, jobs, numbers, listed;
 
@@ -56,12 +56,12 @@ struct lane_list {
     CPX_HOST_DEVICE listed_job const* all_listed() const {
         return reinterpret_cast<listed_job const*>(all_numbers() + numbers);
     }
-    /// Puts listed rectangles where they belong: `thread` of `threads` its share.
+    /// Puts listed numbers where they belong: `thread` of `threads` its share.
     CPX_HOST_DEVICE void put_listed(int thread, int threads) const {
-        auto const* next = reinterpret_cast<rectangle const*>(all_listed() + listed);
+        auto const* next = reinterpret_cast<index_t const*>(all_listed() + listed);
         for (int job = 0; job < listed; ++job) {
             auto const [to, count] = all_listed()[job];
-            for (index_t i = thread; i < count; i += threads) to[i] = next[i];
+            for (index_t i = thread; i < count; i += threads) std::memcpy(to + i, next + i, sizeof *to);
             next += count;
         }
     }
@@ -114,8 +114,18 @@ struct lane_work {
     std::vector<lane_job> jobs = {};
     std::vector<number_job> numbers = {};
     std::vector<listed_job> listed = {};
-    std::vector<rectangle> rectangles = {}; ///< of the listed jobs
+    std::vector<index_t> of_listed = {}; ///< their numbers
 
+    bool empty() const { return jobs.empty() && numbers.empty() && listed.empty(); }
+    /// Lists what is to be at `to`, some numbers each.
+    template <class T>
+    void put(T* to, std::span<T const> values) {
+        static_assert(sizeof(T) % sizeof(index_t) == 0);
+        auto const before = of_listed.size(), count = values.size_bytes() / sizeof(index_t);
+        listed.push_back({reinterpret_cast<index_t*>(to), static_cast<index_t>(count)});
+        of_listed.resize(before + count);
+        if (count > 0) std::memcpy(of_listed.data() + before, values.data(), values.size_bytes());
+    }
     void add(lane_work const& more) {
         auto const before = static_cast<int>(std::ssize(lanes)), exchanges = static_cast<int>(std::ssize(cells));
         for (lane_job job : more.jobs) {
@@ -128,13 +138,13 @@ struct lane_work {
         cells.insert(cells.end(), more.cells.begin(), more.cells.end());
         numbers.insert(numbers.end(), more.numbers.begin(), more.numbers.end());
         listed.insert(listed.end(), more.listed.begin(), more.listed.end());
-        rectangles.insert(rectangles.end(), more.rectangles.begin(), more.rectangles.end());
+        of_listed.insert(of_listed.end(), more.of_listed.begin(), more.of_listed.end());
     }
     /// Returns how many numbers the kernel reads.
     index_t size(thd const& batch) const {
         auto const words = [](auto const& of) { return of.size() * sizeof(of[0]) / sizeof(index_t); };
         return static_cast<index_t>(sizeof(lane_list) / sizeof(index_t) + words(batch.offsets()) + words(lanes) +
-                                    words(cells) + words(jobs) + words(numbers) + words(listed) + words(rectangles));
+                                    words(cells) + words(jobs) + words(numbers) + words(listed) + of_listed.size());
     }
     /// Returns them: a `lane_list`.
     std::vector<index_t> list(thd const& batch) const {
@@ -159,7 +169,7 @@ struct lane_work {
         add(jobs);
         add(numbers);
         add(listed);
-        add(rectangles);
+        add(of_listed);
         return list;
     }
 };
@@ -286,8 +296,7 @@ private:
         r.set_vector();
         r.first = slices_;
         slices_ += r.slices();
-        work_.listed.push_back({to_ + rectangles_++, 1});
-        work_.rectangles.push_back(r);
+        work_.put(to_ + rectangles_++, std::span<rectangle const>(&r, 1));
     }
     /// Returns the slices of each lane of an end, of so many bytes a row.
     std::vector<index_t> const& slices_of(bool out, index_t bytes) {

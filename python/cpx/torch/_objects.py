@@ -181,16 +181,17 @@ class Carry(_Held):
 
     def __init__(self, of: _ext.Carry, heads: Sequence[int] | None = None) -> None:
         super().__init__(of)
-        self.rank, self.segments, self.sequences = of.rank, of.segments, of.sharding.batch.sequences
-        self.chunks = of.sharding.rows(of.rank) // 64 + 2 * self.segments  # at most, of 64 tokens
-        self.maps = of.maps if of.how == "scan" and not of.sharding.every_row else 0
+        sharding = of.sharding
+        self.rank, self.segments, self.sequences = of.rank, of.segments, sharding.batch.sequences
+        self.chunks = sharding.rows(self.rank) // 64 + 2 * self.segments  # at most, of 64 tokens
+        self.maps = of.maps if of.how == "scan" and not sharding.every_row else 0
         self.heads, self.value_heads = None, 0
         if heads is not None:
             require(len(heads) == 4, "carry", "heads", "Heads(key_heads, value_heads, key_dim, value_dim)", heads)
             self.heads = tuple(int(n) for n in heads)
-            first, last = of.sharding.heads(self.rank, self.heads[1])
+            first, last = sharding.heads(self.rank, self.heads[1])
             self.value_heads = last - first
-        elif of.sharding.sections:
+        elif sharding.sections:
             self.value_heads = -1
 
 

@@ -2,4 +2,5 @@
 #include "convolution.cuh"
 
 template void binding::convolve<float>(device_group&, halo_value const&, convolution_call const&);
-template void binding::convolve_backward<float>(device_group&, halo_value const&, convolution_call const&);
+template void binding::convolve_backward<float>(device_group&, halo_value const&, halo_value const&,
+                                                convolution_call const&);

@@ -101,7 +101,7 @@ void run(char const* where, device_group& g, relayout_value const& plan, cpx::ro
     cpx::plan const& p = plan.plan;
     bool const mirrored = plan.back && (p.kind == cpx::flow::moves || p.kind == cpx::flow::selects);
     auto const batch = (mirrored ? p.id.transposed(p.kind == cpx::flow::moves) : p.id).fingerprint();
-    auto const listed = [&] { return mirrored ? p.transposed() : p; };
+    auto const listed = [&] { return mirrored ? plan.whole().transposed() : plan.whole(); };
     cpx::index_t const width = mirrored ? to.width() : from.width();
     call_kind const kind{number_of(plan.from.text()), number_of(plan.to.text()),
                          static_cast<std::uint64_t>(mirrored ? 2 : plan.back), static_cast<std::uint64_t>(width)};
@@ -129,10 +129,10 @@ void run(char const* where, device_group& g, relayout_value const& plan, cpx::ro
                 auto const print = cpx::detail::mix(0, id.fingerprint());
                 made.stored->set(plan, static_cast<std::uint32_t>(print ^ print >> 32), comm.stream());
             } else if (made.sent) {
-                made.sent->set({&p, 1}, comm.stream());
+                made.sent->set({&plan.whole(), 1}, comm.stream());
             } else {
                 cuda::exchange_options const of{.room = asked ? room(*asked) : std::nullopt};
-                made.sent = std::make_unique<cuda::exchange<T>>(p, row, g.nccl(), of);
+                made.sent = std::make_unique<cuda::exchange<T>>(plan.whole(), row, g.nccl(), of);
             }
         };
         auto& by = g.find<prepared>(

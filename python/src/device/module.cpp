@@ -194,7 +194,8 @@ public:
         call const now(where, *this);
         convolve_on(there(), before, c);
     }
-    void convolve_backward(halo_value const& before, convolution_objects const& o, cpx::activation act) override {
+    void convolve_backward(halo_value const& before, halo_value const& after, convolution_objects const& o,
+                           cpx::activation act) override {
         char const* const where = "causal_conv1d_backward";
         reader const read(where, device_);
         convolution_call c;
@@ -202,7 +203,7 @@ public:
         c.dy = read("dy", o.dy), c.dx = read("dx", o.dx), c.dweight = read.if_given("dweight", o.dweight);
         c.dbias = read.if_given("dbias", o.dbias), c.act = act;
         call const now(where, *this);
-        convolve_backward_on(there(), before, c);
+        convolve_backward_on(there(), before, after, c);
     }
     void recur(std::string_view name, bool back, carry_value const& plan, recurrence_objects const& o) override {
         std::string const text = std::string(name) + (back ? "_backward" : "");

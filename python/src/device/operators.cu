@@ -12,7 +12,7 @@ namespace binding {
 template <class T>
 void convolve(device_group&, halo_value const&, convolution_call const&);
 template <class T>
-void convolve_backward(device_group&, halo_value const&, convolution_call const&);
+void convolve_backward(device_group&, halo_value const&, halo_value const&, convolution_call const&);
 template <class T>
 void attend(device_group&, attention_call const&);
 template <class T>
@@ -29,9 +29,12 @@ void head_decay_backward(device_group&, carry_value const&, state_call const&);
 extern template void convolve<float>(device_group&, halo_value const&, convolution_call const&);
 extern template void convolve<__nv_bfloat16>(device_group&, halo_value const&, convolution_call const&);
 extern template void convolve<__half>(device_group&, halo_value const&, convolution_call const&);
-extern template void convolve_backward<float>(device_group&, halo_value const&, convolution_call const&);
-extern template void convolve_backward<__nv_bfloat16>(device_group&, halo_value const&, convolution_call const&);
-extern template void convolve_backward<__half>(device_group&, halo_value const&, convolution_call const&);
+extern template void convolve_backward<float>(device_group&, halo_value const&, halo_value const&,
+                                              convolution_call const&);
+extern template void convolve_backward<__nv_bfloat16>(device_group&, halo_value const&, halo_value const&,
+                                                      convolution_call const&);
+extern template void convolve_backward<__half>(device_group&, halo_value const&, halo_value const&,
+                                               convolution_call const&);
 extern template void attend<float>(device_group&, attention_call const&);
 extern template void attend<__nv_bfloat16>(device_group&, attention_call const&);
 extern template void attend<__half>(device_group&, attention_call const&);
@@ -85,9 +88,10 @@ void convolve_on(device_group& g, halo_value const& before, convolution_call con
     with_float(c.x, [&]<class T>(as<T>) { convolve<T>(g, before, c); });
 }
 
-void convolve_backward_on(device_group& g, halo_value const& before, convolution_call const& c) {
+void convolve_backward_on(device_group& g, halo_value const& before, halo_value const& after,
+                          convolution_call const& c) {
     on_device const here(g.nccl().device());
-    with_float(c.x, [&]<class T>(as<T>) { convolve_backward<T>(g, before, c); });
+    with_float(c.x, [&]<class T>(as<T>) { convolve_backward<T>(g, before, after, c); });
 }
 
 void attend_on(device_group& g, attention_call const& c, bool back) {

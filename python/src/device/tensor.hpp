@@ -176,7 +176,8 @@ void shift_on(device_group& g, halo_value const& plan, tensor const& x, tensor c
 /// Replaces values by their sums over all ranks.
 void sum_on(device_group& g, tensor const& values);
 void convolve_on(device_group& g, halo_value const& before, convolution_call const& c);
-void convolve_backward_on(device_group& g, halo_value const& before, convolution_call const& c);
+void convolve_backward_on(device_group& g, halo_value const& before, halo_value const& after,
+                          convolution_call const& c);
 void attend_on(device_group& g, attention_call const& c, bool back);
 /// The gated delta rule of five inputs, a decay a head of four.
 void recur_on(device_group& g, carry_value const& plan, state_call const& c, bool back);

@@ -58,24 +58,43 @@ public:
     }
 
     /// Makes the plans of another batch, in the order of the stream, unless this was made for one: no device memory is
-    /// allocated, and nothing waits. Calls do so themselves. Throws `cpx::error` if there is no room for it; if ranks
-    /// have different batches, the wait after the next call says so.
+    /// allocated, and nothing waits. Calls do so themselves, and a backward makes what it alone wants. Throws
+    /// `cpx::error` if there is no room for it; if ranks have different batches, the wait after the next call says so.
     void set(S const& sharding, caller here = caller::here()) {
-        if (!later_ || sharding == sharding_) return;
-        index_t const reach = plan_.taps() - 1;
-        auto const before = cpx::halo(sharding, rank(), reach, side::before, here);
-        std::optional<halo_plan<S>> after;
-        if (plan_.has_backward()) after.emplace(cpx::halo(sharding, rank(), reach, side::after, here));
-        plan_.set(before, after ? &*after : nullptr, stream(), here);
-        bool const alike = cpx::detail::cut_alike(sharding, first_);
-        auto const next = [&](auto& exchange, cpx::plan const& moved) {
-            if (exchange)
-                exchange->set(
-                    moved.batch, alike, [&](auto&& use) { use(std::span(&moved, 1)); }, here);
-        };
-        next(halo_exchange_, before);
-        if (after) next(edge_exchange_, plan_.edge_exchange());
-        sharding_ = sharding;
+        if (later_ && !(sharding == sharding_)) set(cpx::halo(sharding, rank(), reach(), side::before, here), here);
+    }
+    /// The same by a plan that is there: `halo(sharding, rank, taps - 1)`.
+    void set(halo_plan<S> const& before, caller here = caller::here()) {
+        if (!later_ || before.sharding == sharding_) return;
+        require_own(before, comm_, here);
+        comm_.tables().together(
+            [&] {
+                plan_.set(before, comm_.tables(), here);
+                next(halo_exchange_, before, before.sharding, here);
+            },
+            here);
+        sharding_ = before.sharding;
+        backward_is_set_ = false;
+    }
+    /// Makes what the backward alone wants of the batch that was set, unless it is there, in the same way.
+    void set_backward(caller here = caller::here()) {
+        if (lacks_backward()) set_backward(cpx::halo(sharding_, rank(), reach(), side::after, here), here);
+    }
+    /// The same by a plan that is there: `halo(sharding, rank, taps - 1, side::after)`.
+    void set_backward(halo_plan<S> const& after, caller here = caller::here()) {
+        if (!lacks_backward()) return;
+        require_own(after, comm_, here);
+        require(after.sharding == sharding_, "cuda::conv_exchange", "sharding of the plan of rows after",
+                "that of rows before", "another", here);
+        comm_.tables().together(
+            [&] {
+                plan_.set_after(after, comm_.tables(), here);
+                next(edge_exchange_, plan_.edge_exchange(), sharding_, here);
+            },
+            here);
+        cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
+        check(cudaStreamIsCapturing(stream(), &capturing), "cudaStreamIsCapturing", here);
+        backward_is_set_ = capturing == cudaStreamCaptureStatusNone; // else it is when that graph runs, and no earlier
     }
 
     S const& sharding() const { return sharding_; }
@@ -97,6 +116,7 @@ public:
 
     /// Fills `halo()` from everybody's x. Collective.
     void exchange_halo(rows<T const> x, caller here = caller::here()) {
+        comm_.tables().write(here); // of `set`, perhaps
         if (halo_exchange_) (*halo_exchange_)(x, halo(), 0, false, here);
     }
     /// Fills `dz_halo()` from everybody's `edge()`. Collective.
@@ -113,7 +133,7 @@ private:
           beside_(later_ ? cpx::detail::most_beside(before.sharding, before.reach, of.most, here) : 0),
           plan_(before, after,
                 {of.most.rows, later_ ? cpx::detail::most_segments(before.sharding, of.most, here) : 0, go_on_}, here),
-          channels_(channels) {
+          channels_(channels), backward_(after != nullptr) {
         require(!later_ || !go_on_, "cuda::conv_exchange", "sequences that go on", "of one batch", "of others, too",
                 here);
         halo_ = buffer<T>((std::max(plan_.halo_rows(), beside_) + going_on() * plan_.taps()) * channels, here);
@@ -132,8 +152,7 @@ private:
                              identity::arguments const& alike, caller here) {
         char const* const where = "cuda::conv_exchange";
         int const device = comm.nccl_communicator().device();
-        cpx::detail::require_own(where, "rank of the plan", before.rank, before.ranks(), comm.rank(), comm.ranks(),
-                                 here);
+        require_own(before, comm, here);
         require(channels >= 0, where, "channels", "not negative", channels, here);
         require(current_device() == device, where, "current device", device, current_device(), here);
         if (before.local) return before.sharding;
@@ -154,6 +173,20 @@ private:
                    of, here);
     }
 
+    static void require_own(halo_plan<S> const& p, communicator const& comm, caller here) {
+        cpx::detail::require_own("cuda::conv_exchange", "rank of the plan", p.rank, p.ranks(), comm.rank(),
+                                 comm.ranks(), here);
+    }
+    template <class U>
+    void next(std::optional<batch_exchange<U>>& exchange, cpx::plan const& moved, S const& sharding, caller here) {
+        if (exchange)
+            exchange->set(
+                moved.batch, cpx::detail::cut_alike(sharding, first_), [&](auto&& use) { use(std::span(&moved, 1)); },
+                here);
+    }
+
+    index_t reach() const { return plan_.taps() - 1; }
+    bool lacks_backward() const { return backward_ && !backward_is_set_; }
     index_t going_on() const { return go_on_ ? sharding_.batch().sequences() : 0; }
 
     communicator& comm_;
@@ -162,6 +195,7 @@ private:
     index_t beside_;     ///< rows of them that are sent, or come, at most
     conv_plan plan_;
     index_t channels_;
+    bool backward_, backward_is_set_ = true; ///< whether it is for the backward, too, and what that wants is there
     buffer<T> halo_;
     buffer<float> edge_, dz_halo_, workspace_;
     std::optional<batch_exchange<T>> halo_exchange_; ///< these go first: they wait until nobody needs the memory
@@ -325,6 +359,7 @@ void causal_conv1d_backward(conv_exchange<T, S>& by, X const& x, rows<W> weight,
     if constexpr (fits && same) {
         sharded<T const, S, memory> const from = x.view(), of_y = dy.view();
         by.set(from.sharding(), here);
+        by.set_backward(here);
         detail::require_of("cuda::causal_conv1d_backward", "dy", by, of_y, here);
         detail::check_and_convolve_backward(by, from, weight, bias, act, of_y.data(), to, here);
     }
@@ -344,6 +379,7 @@ void causal_conv1d_backward(conv_exchange<T, S>& by, X const& x, rows<W> weight,
     if constexpr (fits) {
         sharded<T const, S, memory> const from = x.view();
         by.set(from.sharding(), here);
+        by.set_backward(here);
         detail::check_and_convolve_backward(by, from, weight, bias, act, dy, to, here);
     }
 }
