@@ -27,17 +27,17 @@ if world > torch.cuda.device_count():  # NCCL takes ranks of one GPU if they see
 def microseconds(call, calls=10, times=101):
     """Returns the time of the host for one call, the median of many tens, with a device that has nothing else to do.
 
-    Of more calls in a row it would be the device's: the driver takes a thousand launches ahead of it. First for some
-    time not measured: what has waited runs slowly.
+    Of more calls in a row it would be the device's: the driver takes a thousand launches ahead of it. First three
+    times as many are not measured, for what has waited runs slowly; on all ranks as many, for calls are collective.
     """
-    took, hot = [], time.perf_counter() + 0.2
-    while len(took) < times:
+    took = []
+    for _ in range(4 * times):
         torch.cuda.synchronize()
         begin = time.perf_counter()
         for _ in range(calls):
             call()
-        if begin > hot:
-            took.append(time.perf_counter() - begin)
+        took.append(time.perf_counter() - begin)
+    took = took[3 * times:]
     torch.cuda.synchronize()
     return statistics.median(took) / calls * 1e6
 
