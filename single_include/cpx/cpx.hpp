@@ -1853,11 +1853,16 @@ public:
     rows<T const> view() const& { return {values_.data(), count_, width_}; }
     template <class X = T>
     rows<T> view() const&& {
-        static_assert(detail::never<X>, "cpx: a row_buffer is viewed that ends with the expression; give it a name");
+        ends<X>();
         throw;
     }
     std::span<T> elements() & { return {values_.data(), static_cast<std::size_t>(count_ * width_)}; }
     std::span<T const> elements() const& { return {values_.data(), static_cast<std::size_t>(count_ * width_)}; }
+    template <class X = T>
+    std::span<T> elements() const&& {
+        ends<X>();
+        throw;
+    }
     operator std::span<T>() & { return elements(); }
     operator std::span<T const>() const& { return elements(); }
     operator std::span<T const>() const&& = delete;
@@ -1883,6 +1888,11 @@ public:
     }
 
 private:
+    template <class X>
+    static void ends() {
+        static_assert(detail::never<X>, "cpx: a row_buffer is viewed that ends with the expression; give it a name");
+    }
+
     index_t count_ = 0, width_ = 0;
     std::optional<M> memory_; ///< none where there are no rows
     typename M::template block<T> values_;
@@ -3166,6 +3176,8 @@ struct sharded_fields : std::array<sharded<T, S>, N> {
     sharded_fields(X&&... x) : fields{detail::view_field<sharded<T, S>>(std::forward<X>(x))...} {}
     template <sharded_like X>
     sharded_fields(std::array<X, N> const& list) : sharded_fields(list, std::make_index_sequence<N>{}) {}
+    template <sharded_like X>
+    sharded_fields(std::array<X, N> const&& list) : sharded_fields(std::move(list), std::make_index_sequence<N>{}) {}
     template <class X>
         requires(N != 1 || !sharded_like<X>)
     sharded_fields(X const&) : fields(detail::no_field<detail::said_of<T, S, host_memory>>()) {}
@@ -3175,9 +3187,9 @@ struct sharded_fields : std::array<sharded<T, S>, N> {
 
 private:
     using fields = std::array<sharded<T, S>, N>;
-    template <class X, std::size_t... I>
-    sharded_fields(std::array<X, N> const& list, std::index_sequence<I...>)
-        : fields{detail::view_field<sharded<T, S>>(list[I])...} {}
+    template <class Array, std::size_t... I>
+    sharded_fields(Array&& list, std::index_sequence<I...>)
+        : fields{detail::view_field<sharded<T, S>>(std::get<I>(std::forward<Array>(list)))...} {}
 };
 
 namespace detail {

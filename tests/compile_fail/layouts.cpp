@@ -69,6 +69,7 @@ static_assert(of_values == cpx::routes<cpx::zigzag<4>, cpx::sequential<4>>());
 // expect: a view of a tensor that ends with the expression
 // expect: a view of a tensor that ends with the expression
 // expect: a row_buffer is viewed that ends with the expression
+// expect: a row_buffer is viewed that ends with the expression
 std::vector<float> const values(4);
 std::vector<int> const numbers(4);
 auto const sharding = cpx::shard(cpx::thd({0, 4}), cpx::zigzag<1>{});
@@ -80,12 +81,14 @@ auto const view = tensor.view();
 auto const data = tensor.data();
 cpx::row_buffer<float> buffer(3, 4);
 auto const of_buffer = buffer.view();
+auto const elements_of_buffer = buffer.elements();
 #else
 cpx::rows<float const> const rows(std::vector<float>(4), 2);
 cpx::rows const deduced(std::vector<int>(4), 2);
 auto const view = cpx::make_tensor<float>(sharding, 0, 1).view();
 auto const data = cpx::make_tensor<int>(sharding, 0, 1).data();
 auto const of_buffer = cpx::row_buffer<float>(3, 4).view();
+auto const elements_of_buffer = cpx::row_buffer<int>(3, 4).elements();
 #endif
 
 // What is no sharding is told how to become one, and what is no list of integers.

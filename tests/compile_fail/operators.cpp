@@ -121,6 +121,19 @@ auto inputs(two const& x, one o) { return cpx::recurrence_tensors{x, o}; }
 // expect: a struct of tensors of one sharding is given one of another
 auto input_gradients(one dout, two const& dx) { return cpx::recurrence_gradients{dout, dx}; }
 
+// expect: a struct of tensors is given one of other elements or memory, .* or one that ends with the expression
+// expect: a struct of tensors is given one of other elements or memory, .* or one that ends with the expression
+using owned = std::array<cpx::tensor<double, zigzag>, 2>;
+#ifdef CPX_GOOD
+auto inputs_of_owners(owned const& x, one o) { return cpx::recurrence_tensors{x, o}; }
+auto gradients_of_owners(one dout, cpx::sharded<double, zigzag> dx) {
+    return cpx::recurrence_gradients{dout, std::array{dx, dx}};
+}
+#else
+auto inputs_of_owners(owned& x, one o) { return cpx::recurrence_tensors{std::array(std::move(x)), o}; }
+auto gradients_of_owners(one dout, owned& dx) { return cpx::recurrence_gradients{dout, owned(dx)}; }
+#endif
+
 // expect: a struct of tensors of one sharding is given one of another
 cpx::delta_rule_tensors<float, zigzag> tensors(view<zigzag> x, view<other> k) { return {x, k, x, x, x, x}; }
 

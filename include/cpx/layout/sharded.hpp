@@ -228,6 +228,8 @@ struct sharded_fields : std::array<sharded<T, S>, N> {
     sharded_fields(X&&... x) : fields{detail::view_field<sharded<T, S>>(std::forward<X>(x))...} {}
     template <sharded_like X>
     sharded_fields(std::array<X, N> const& list) : sharded_fields(list, std::make_index_sequence<N>{}) {}
+    template <sharded_like X>
+    sharded_fields(std::array<X, N> const&& list) : sharded_fields(std::move(list), std::make_index_sequence<N>{}) {}
     template <class X>
         requires(N != 1 || !sharded_like<X>)
     sharded_fields(X const&) : fields(detail::no_field<detail::said_of<T, S, host_memory>>()) {}
@@ -237,9 +239,9 @@ struct sharded_fields : std::array<sharded<T, S>, N> {
 
 private:
     using fields = std::array<sharded<T, S>, N>;
-    template <class X, std::size_t... I>
-    sharded_fields(std::array<X, N> const& list, std::index_sequence<I...>)
-        : fields{detail::view_field<sharded<T, S>>(list[I])...} {}
+    template <class Array, std::size_t... I>
+    sharded_fields(Array&& list, std::index_sequence<I...>)
+        : fields{detail::view_field<sharded<T, S>>(std::get<I>(std::forward<Array>(list)))...} {}
 };
 
 namespace detail {
