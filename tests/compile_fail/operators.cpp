@@ -137,6 +137,34 @@ auto gradients_of_owners(one dout, owned& dx) { return cpx::recurrence_gradients
 // expect: a struct of tensors of one sharding is given one of another
 cpx::delta_rule_tensors<float, zigzag> tensors(view<zigzag> x, view<other> k) { return {x, k, x, x, x, x}; }
 
+// The odd one first, or the only other: it is said once, and by the call nothing.
+// expect: a struct of tensors of one sharding is given one of another
+void odd_tensors(cpx::carry_plan<cpx::scan, zigzag> const& plan, view<other> q, cpx::tensor<float, zigzag>& x,
+                 cpx::threads& comm) {
+    cpx::gated_delta_rule(plan, cpx::delta_rule_tensors{q, x, x, x, x, x}, {}, {}, comm);
+}
+// expect: a struct of tensors of one sharding is given one of another
+void odd_gradients(cpx::carry_plan<cpx::scan, zigzag> const& plan, cpx::delta_rule_tensors<double, zigzag> const& t,
+                   cpx::tensor<double, other> const& dout, cpx::tensor<double, zigzag>& dx, cpx::threads& comm) {
+    cpx::gated_delta_rule_backward(plan, t, cpx::delta_rule_gradient_tensors{dout, dx, dx, dx, dx, dx}, {}, {}, comm);
+}
+// expect: a struct of tensors of one sharding is given one of another
+// expect: a struct of tensors of one sharding is given one of another
+void odd_queries(view<other> q, cpx::tensor<float, zigzag> const& dout, view<everywhere> k, view<everywhere> dk,
+                 view<zigzag> dq, cpx::threads& comm) {
+    cpx::attention_backward_queries(cpx::attention_queries{q, dout, dq, dq}, k, k, heads, 1, dq);
+    cpx::attention_backward_keys(cpx::attention_queries{dout, q, dq, dq}, k, k, heads, 1, dk, dk, comm);
+}
+// expect: a struct of tensors of one sharding is given one of another
+// expect: a struct of tensors of one sharding is given one of another
+void odd_inputs(cpx::carry_plan<cpx::scan, zigzag> const& plan, cpx::head_decay_attention const& r,
+                std::array<cpx::sharded<float, other>, 4> const& x, cpx::tensor<float, zigzag>& o,
+                cpx::tensor<float, other> const& dout, cpx::threads& comm) {
+    cpx::recur(plan, r, cpx::recurrence_tensors{x, o}, comm);
+    cpx::recurrence_tensors<float, zigzag, 4> const t{{o, o, o, o}, o};
+    cpx::recur_backward(plan, r, t, cpx::recurrence_gradients{dout, {o, o, o, o}}, comm);
+}
+
 using layer = cpx::gated_delta_net<cpx::scan, zigzag>;
 using weights = cpx::gated_delta_net_weights<float>;
 

@@ -137,10 +137,9 @@ struct causal_conv1d_gradients {
 
 template <class X = void>
 causal_conv1d_gradients(...) -> causal_conv1d_gradients<detail::refused, sharding<sequential<1>>>;
-template <class X>
+template <class X, class F = detail::first_fields<X>>
 causal_conv1d_gradients(X&&, detail::any = {}, detail::any = {}, detail::any = {}, ...)
-    -> causal_conv1d_gradients<typename detail::first_field<X>::element, typename detail::first_field<X>::sharding,
-                               typename detail::first_field<X>::memory>;
+    -> causal_conv1d_gradients<typename F::element, typename F::sharding, typename F::memory>;
 
 namespace detail {
 
