@@ -149,6 +149,10 @@ auto const unpadded = cpx::thd_from_positions(numbers);
 auto const masked = cpx::packing_from_mask(std::vector<bool>(4), 4, cpx::padding::right);
 // expect: thd wants a vector, array or span of integers
 cpx::thd const offsets(std::vector<float>{0, 7});
+// expect: thd wants a vector, array or span of integers
+// expect: thd wants a vector, array or span of integers
+cpx::thd const of_valid_halves(numbers, std::vector<double>{5});
+cpx::thd const of_braces_and_halves({0, 7}, std::span<double>());
 // expect: rows of a list of other elements
 cpx::rows<double> const others(tensor.elements(), 1);
 // expect: make_tensor<T>.sharding, rank, width. wants a sharding
