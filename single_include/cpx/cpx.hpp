@@ -732,8 +732,9 @@ public:
     }
 
     template <class X, class... More>
-        requires((sizeof...(More) == 0 || sizeof...(More) > 2) && !(std::same_as<More, caller> || ...) &&
-                 !std::is_convertible_v<X&, rows>)
+        requires((sizeof...(More) == 0 || sizeof...(More) > 2 ||
+                  (std::is_class_v<X> && !std::is_convertible_v<X const&, void const*>)) &&
+                 !(std::same_as<More, caller> || ...) && !std::is_convertible_v<X&, rows>)
     explicit rows(X const&, detail::any = {}, More const&...) {
         static_assert(detail::never<X>,
                       "cpx: rows(list, width) wants a vector and the width of a row, or rows(pointer, count, width); "
@@ -901,7 +902,8 @@ struct field : F {
     constexpr field(X&& data, index_t count, index_t width, index_t stride, caller here = caller::here())
         : F(std::forward<X>(data), count, width, stride, here) {}
     template <class X, class Y, class... More>
-        requires(!std::constructible_from<F, X, Y, More...>)
+        requires(!std::constructible_from<F, X, Y, More..., caller> &&
+                 !(sizeof...(More) == 0 && std::constructible_from<F, X, Y>))
     field(X&&, Y&&, More&&...) : F(detail::fit<F>(detail::any())) {}
 };
 
@@ -3042,7 +3044,7 @@ template <class T, class S, class M>
     requires(!any_sharding<S> || !any_memory<M>)
 class sharded<T, S, M> {
 public:
-    static_assert(detail::never<T>, "cpx: sharded<T, S> is of elements and a sharding, such as sharding<zigzag<4>>; "
+    static_assert(detail::never<T, S>, "cpx: sharded<T, S> is of elements and a sharding, such as sharding<zigzag<4>>; "
                                     "sharded(rows, sharding, rank) needs neither");
     template <class... X>
     sharded(X const&...) {}
@@ -3059,7 +3061,8 @@ sharded(rows<T>, S, int, M) -> sharded<T, S, M>;
 template <class X, any_sharding S>
 sharded(X const&, S, int) -> sharded<detail::refused, S>;
 template <class X = detail::any>
-sharded(X const& = {}, detail::any = {}, detail::any = {}) -> sharded<detail::refused, sharding<sequential<1>>>;
+sharded(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {})
+    -> sharded<detail::refused, sharding<sequential<1>>>;
 
 namespace detail {
 
@@ -3691,6 +3694,13 @@ public:
     template <class... X>
     constexpr mesh(X const&...) { // also of numbers in braces, which no mesh_sizes takes
         static_assert(detail::never<X...>, "cpx: mesh wants its sizes by name: mesh({.world = 8, .cp = 2})");
+    }
+
+    template <class X>
+        requires(!std::convertible_to<X const&, caller>)
+    constexpr mesh(mesh_sizes const&, X const&, detail::any = {}) {
+        static_assert(detail::never<X>, "cpx: mesh wants its sizes by name, and nothing else: "
+                                        "mesh({.world = 8, .cp = 2})");
     }
 
     constexpr int world() const { return world_; }

@@ -165,6 +165,7 @@ cpx::replicated<2> of_nothing;
 cpx::head_sharded<> heads_of_nothing;
 // expect: replicated<W> wants a cpx::thd, and head_sharded<W> its sections
 auto const of_no_heads = cpx::shard(cpx::thd({0, 4}), cpx::head_sharded<3>{}); // the first sentence stands above
+cpx::sharded const rows_of_no_heads(tensor.data(), of_no_heads, 0);
 // expect: shard.batch, layout. wants a cpx::thd and a layout
 // expect: shard.batch, layout. wants a cpx::thd and a layout
 // expect: shard.batch, layout. wants a cpx::thd and a layout
@@ -204,6 +205,14 @@ cpx::rows<float const> const of_type_without_width(values);
 cpx::rows<float> const of_a_pointer(tensor.elements().data(), 4);
 cpx::rows<float> const of_the_tensor(tensor);
 // expect: rows.list, width. wants a vector and the width of a row
+// expect: rows.list, width. wants a vector and the width of a row
+// expect: rows.list, width. wants a vector and the width of a row
+cpx::rows const of_a_list_and_count(values, 4, 2);
+cpx::rows<float const> const of_three(values, 4, 2);
+cpx::rows const of_a_tensor_and_count(tensor, 4, 1);
+// expect: sharded.rows, sharding, rank. wants all three
+cpx::sharded const of_four(numbers, 2, sharding, 0);
+// expect: rows.list, width. wants a vector and the width of a row
 cpx::rows<int> const of_five_numbers(0, 1, 2, 3, 4);
 // expect: rows of a pointer to other elements, or to const
 // expect: rows of a pointer to other elements, or to const
@@ -225,6 +234,8 @@ auto const guessed = cpx::guess_rows(numbers, 4, 16);
 // expect: mesh wants its sizes by name
 cpx::mesh const of_sizes(8, 2), of_a_list({8, 2}); // once
 cpx::mesh const of_one_size({8});
+// expect: mesh wants its sizes by name
+cpx::mesh const of_ranks_and_more({.world = 8}, 3);
 // expect: packing.batch, starts, buffer_rows. wants a cpx::thd
 cpx::packing const of_no_starts(cpx::thd({0, 4}));
 // expect: routes wants two layouts

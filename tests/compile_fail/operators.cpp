@@ -74,6 +74,26 @@ void lone_convolution(cpx::halo_plan<packed> const& plan, view<packed> x, list w
     cpx::causal_conv1d(plan, x, w, {}, silu, x, comm);
 }
 
+// expect: causal_conv1d and its backward want an activation
+// expect: causal_conv1d and its backward want an activation
+// expect: normalise.memory, norm, y. wants a memory, a head_norm
+using of_words = cpx::tensor<double, sequential>;
+#ifdef CPX_GOOD
+void by_name(cpx::halo_plan<sequential> const& plan, of_words& x, std::vector<double> const& w, of_words& y,
+             cpx::threads& comm) {
+    cpx::causal_conv1d(plan, x, w, w, silu, y, comm);
+    cpx::causal_conv1d_backward(plan, plan, x, w, w, silu, y, cpx::causal_conv1d_gradients{y}, comm);
+    cpx::normalise(cpx::host_memory(), cpx::head_norm<double>{x.data(), {}, x.data(), 0, 0}, y.data());
+}
+#else
+void by_name(cpx::halo_plan<sequential> const& plan, of_words& x, std::vector<double> const& w,
+             cpx::sharded<double, sequential> y, cpx::threads& comm) {
+    cpx::causal_conv1d(plan, x, w, w, cpx::silu, y, comm);
+    cpx::causal_conv1d_backward(plan, plan, y, w, w, cpx::silu, x, cpx::causal_conv1d_gradients{x}, comm);
+    cpx::normalise(cpx::host_memory(), x, y);
+}
+#endif
+
 // expect: causal_conv1d_backward of tensors that are not sharded as the plans
 void convolution_backward(cpx::halo_plan<zigzag> const& plan, view<zigzag> x, view<other> dy, list w,
                           cpx::threads& comm) {

@@ -47,8 +47,9 @@ public:
     }
 
     template <class X, class... More>
-        requires((sizeof...(More) == 0 || sizeof...(More) > 2) && !(std::same_as<More, caller> || ...) &&
-                 !std::is_convertible_v<X&, rows>)
+        requires((sizeof...(More) == 0 || sizeof...(More) > 2 ||
+                  (std::is_class_v<X> && !std::is_convertible_v<X const&, void const*>)) &&
+                 !(std::same_as<More, caller> || ...) && !std::is_convertible_v<X&, rows>)
     explicit rows(X const&, detail::any = {}, More const&...) {
         static_assert(detail::never<X>,
                       "cpx: rows(list, width) wants a vector and the width of a row, or rows(pointer, count, width); "

@@ -80,7 +80,7 @@ template <class T, class S, class M>
     requires(!any_sharding<S> || !any_memory<M>)
 class sharded<T, S, M> {
 public:
-    static_assert(detail::never<T>, "cpx: sharded<T, S> is of elements and a sharding, such as sharding<zigzag<4>>; "
+    static_assert(detail::never<T, S>, "cpx: sharded<T, S> is of elements and a sharding, such as sharding<zigzag<4>>; "
                                     "sharded(rows, sharding, rank) needs neither");
     template <class... X>
     sharded(X const&...) {}
@@ -97,7 +97,8 @@ sharded(rows<T>, S, int, M) -> sharded<T, S, M>;
 template <class X, any_sharding S>
 sharded(X const&, S, int) -> sharded<detail::refused, S>;
 template <class X = detail::any>
-sharded(X const& = {}, detail::any = {}, detail::any = {}) -> sharded<detail::refused, sharding<sequential<1>>>;
+sharded(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {})
+    -> sharded<detail::refused, sharding<sequential<1>>>;
 
 namespace detail {
 

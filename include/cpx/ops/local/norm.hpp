@@ -233,6 +233,13 @@ void normalise(host_memory, head_norm<T> const& n, std::type_identity_t<rows<T>>
     else
         rms_norm<T>(n.x, n.gain(), n.eps, n.gain_offset, y, here);
 }
+template <class M, class X>
+    requires(!requires(X const& n) { []<class T>(head_norm<T> const&) {}(n); })
+detail::refused normalise(M const&, X const&, detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<X>, "cpx: normalise(memory, norm, y) wants a memory, a head_norm<T>{x, z, weight, eps, "
+                                    "gain_offset}, and rows of T to write; of a tensor its data()");
+    return {};
+}
 /// Computes the gradients of x and, with z, of z, and adds to each row of `terms` what that row adds to the weight's.
 /// terms: (rows, channels of a head); all else as in `rms_norm_backward` and `gated_rms_norm_backward`.
 template <class T>
