@@ -758,12 +758,12 @@ public:
     CPX_HOST_DEVICE constexpr T& operator()(index_t i, index_t column) const { return data_[i * stride_ + column]; }
 
     /// Returns rows `[first, first + count)`.
-    CPX_HOST_DEVICE constexpr rows sub(index_t first, index_t count) const {
-        return {data_ + first * stride_, count, width_, stride_};
+    CPX_HOST_DEVICE constexpr rows sub(index_t first, index_t count, caller here = caller::here()) const {
+        return {data_ + first * stride_, count, width_, stride_, here};
     }
     /// Returns columns `[first, first + width)` of every row.
-    CPX_HOST_DEVICE constexpr rows columns(index_t first, index_t width) const {
-        return {data_ + first, count_, width, stride_};
+    CPX_HOST_DEVICE constexpr rows columns(index_t first, index_t width, caller here = caller::here()) const {
+        return {data_ + first, count_, width, stride_, here};
     }
 
 private:
@@ -3022,7 +3022,7 @@ public:
         if (first < 0 || first > all || width < 0 || width > all - first)
             throw error("columns", "columns of the view", "some of 0 to " + std::to_string(all),
                         std::to_string(width) + " from " + std::to_string(first), here);
-        return {data_.columns(first, width), sharding_, rank_, memory_};
+        return {data_.columns(first, width, here), sharding_, rank_, memory_};
     }
 
 private:
@@ -3045,7 +3045,7 @@ template <class T, class S, class M>
 class sharded<T, S, M> {
 public:
     static_assert(detail::never<T, S>, "cpx: sharded<T, S> is of elements and a sharding, such as sharding<zigzag<4>>; "
-                                    "sharded(rows, sharding, rank) needs neither");
+                                       "sharded(rows, sharding, rank) needs neither");
     template <class... X>
     sharded(X const&...) {}
 };

@@ -73,12 +73,12 @@ public:
     CPX_HOST_DEVICE constexpr T& operator()(index_t i, index_t column) const { return data_[i * stride_ + column]; }
 
     /// Returns rows `[first, first + count)`.
-    CPX_HOST_DEVICE constexpr rows sub(index_t first, index_t count) const {
-        return {data_ + first * stride_, count, width_, stride_};
+    CPX_HOST_DEVICE constexpr rows sub(index_t first, index_t count, caller here = caller::here()) const {
+        return {data_ + first * stride_, count, width_, stride_, here};
     }
     /// Returns columns `[first, first + width)` of every row.
-    CPX_HOST_DEVICE constexpr rows columns(index_t first, index_t width) const {
-        return {data_ + first, count_, width, stride_};
+    CPX_HOST_DEVICE constexpr rows columns(index_t first, index_t width, caller here = caller::here()) const {
+        return {data_ + first, count_, width, stride_, here};
     }
 
 private:

@@ -58,7 +58,7 @@ public:
         if (first < 0 || first > all || width < 0 || width > all - first)
             throw error("columns", "columns of the view", "some of 0 to " + std::to_string(all),
                         std::to_string(width) + " from " + std::to_string(first), here);
-        return {data_.columns(first, width), sharding_, rank_, memory_};
+        return {data_.columns(first, width, here), sharding_, rank_, memory_};
     }
 
 private:
@@ -81,7 +81,7 @@ template <class T, class S, class M>
 class sharded<T, S, M> {
 public:
     static_assert(detail::never<T, S>, "cpx: sharded<T, S> is of elements and a sharding, such as sharding<zigzag<4>>; "
-                                    "sharded(rows, sharding, rank) needs neither");
+                                       "sharded(rows, sharding, rank) needs neither");
     template <class... X>
     sharded(X const&...) {}
 };
