@@ -21,7 +21,8 @@ struct standard_streams {
         auto const closed = [](int stream) { return ::fcntl(stream, F_GETFD) < 0; };
         bool const output = !closed(STDOUT_FILENO);
         for (int const stream : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) // else a file would take its number
-            if (closed(stream)) static_cast<void>(::open("/dev/null", O_RDWR));
+            if (closed(stream)) // a program that reads what was closed fails, too
+                static_cast<void>(::open("/dev/null", stream == STDIN_FILENO ? O_WRONLY : O_RDWR));
         if (!output) fail(cpx::error("stdout", "closed"));
     }
     ~standard_streams() {

@@ -40,6 +40,30 @@ inline void check_sizes(job const& j, std::initializer_list<std::pair<char const
         cpx::require(1 <= size && size <= 1 << 16, j.file.where().c_str(), name, "1 to 65536", size);
 }
 
+/// Throws `cpx::error` that names a tensor of another shape than expected, but for axes of size 1.
+inline void check_shape(job const& j, std::string const& name, std::vector<cpx::index_t> const& expected) {
+    auto const sizes = [](std::vector<cpx::index_t> shape) {
+        std::erase(shape, 1);
+        return shape;
+    };
+    if (sizes(j.file.tensor(name).shape) != sizes(expected))
+        static_cast<void>(j.file.read<double>(name, expected)); // which throws
+}
+
+/// The same of an output, which is shaped as the input that it is the gradient of, or goes with.
+inline void check_output_shape(job const& j, std::string const& name) {
+    static std::map<std::string, std::string> const inputs{
+        {"y", "x"},     {"o", "v"},    {"output", "hidden_states"}, {"d_hidden_states", "hidden_states"},
+        {"q_rot", "q"}, {"k_rot", "k"}};
+    if (name == "position_ids") return check_shape(j, name, {3, j.tokens()});
+    if (name == "final_state") return; // read before, by its shape
+    auto const found = inputs.find(name);
+    std::string const of = found != inputs.end()       ? found->second
+                           : name.starts_with("grad.") ? "weight." + name.substr(5)
+                                                       : name.substr(1);
+    check_shape(j, name, j.file.tensor(of).shape);
+}
+
 /// Returns what a text of the metadata stands for. Throws `cpx::error` that lists the `known` ones.
 template <class Value>
 Value choose(job const& j, char const* key, std::initializer_list<std::pair<char const*, Value>> known) {
@@ -308,9 +332,8 @@ outputs<T> gdn_layer(job const& j) {
     std::map<std::string, std::vector<T>> values;
     cpx::gated_delta_net_weights<T> w;
     for_each_parameter(w, net, [&](std::string const& name, auto& weight, cpx::index_t count, cpx::index_t width) {
+        check_shape(j, "weight." + name, {count, width});
         auto const& read = values[name] = j.file.read<T>("weight." + name);
-        cpx::require(std::ssize(read) == count * width, j.file.where().c_str(), ("elements of " + name).c_str(),
-                     count * width, read.size());
         weight = {read.data(), count, width};
     });
 

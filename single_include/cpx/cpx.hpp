@@ -732,8 +732,9 @@ public:
     }
 
     template <class X, class... More>
-        requires((sizeof...(More) == 0 || sizeof...(More) > 2) && !(std::same_as<More, caller> || ...) &&
-                 !std::is_convertible_v<X&, rows>)
+        requires((sizeof...(More) == 0 || sizeof...(More) > 2 ||
+                  (std::is_class_v<X> && !std::is_convertible_v<X const&, void const*>)) &&
+                 !(std::same_as<More, caller> || ...) && !std::is_convertible_v<X&, rows>)
     explicit rows(X const&, detail::any = {}, More const&...) {
         static_assert(detail::never<X>,
                       "cpx: rows(list, width) wants a vector and the width of a row, or rows(pointer, count, width); "
@@ -757,12 +758,12 @@ public:
     CPX_HOST_DEVICE constexpr T& operator()(index_t i, index_t column) const { return data_[i * stride_ + column]; }
 
     /// Returns rows `[first, first + count)`.
-    CPX_HOST_DEVICE constexpr rows sub(index_t first, index_t count) const {
-        return {data_ + first * stride_, count, width_, stride_};
+    CPX_HOST_DEVICE constexpr rows sub(index_t first, index_t count, caller here = caller::here()) const {
+        return {data_ + first * stride_, count, width_, stride_, here};
     }
     /// Returns columns `[first, first + width)` of every row.
-    CPX_HOST_DEVICE constexpr rows columns(index_t first, index_t width) const {
-        return {data_ + first, count_, width, stride_};
+    CPX_HOST_DEVICE constexpr rows columns(index_t first, index_t width, caller here = caller::here()) const {
+        return {data_ + first, count_, width, stride_, here};
     }
 
 private:
@@ -901,7 +902,8 @@ struct field : F {
     constexpr field(X&& data, index_t count, index_t width, index_t stride, caller here = caller::here())
         : F(std::forward<X>(data), count, width, stride, here) {}
     template <class X, class Y, class... More>
-        requires(!std::constructible_from<F, X, Y, More...>)
+        requires(!std::constructible_from<F, X, Y, More..., caller> &&
+                 !(sizeof...(More) == 0 && std::constructible_from<F, X, Y>))
     field(X&&, Y&&, More&&...) : F(detail::fit<F>(detail::any())) {}
 };
 
@@ -1116,10 +1118,23 @@ public:
     explicit thd(std::initializer_list<detail::listed_tokens> offsets, std::vector<index_t> valid = {},
                  caller here = caller::here())
         : thd(std::vector<index_t>(offsets.begin(), offsets.end()), std::move(valid), here) {}
+    template <integers V>
+    explicit thd(std::initializer_list<detail::listed_tokens> offsets, V const& valid, caller here = caller::here())
+        : thd(offsets, numbers("thd", "valid length of sequence ", valid, here), here) {}
 
     template <class X>
         requires(!integers<X>)
     explicit thd(X const&, detail::any = {}, detail::any = {}) {
+        not_integers<X>();
+    }
+    template <integers R, class X>
+        requires(!integers<X> && !std::convertible_to<X const&, std::vector<index_t>>)
+    explicit thd(R const&, X const&, detail::any = {}) {
+        not_integers<X>();
+    }
+    template <class X>
+        requires(!integers<X> && !std::convertible_to<X const&, std::vector<index_t>>)
+    explicit thd(std::initializer_list<detail::listed_tokens>, X const&, detail::any = {}) {
         not_integers<X>();
     }
 
@@ -1212,7 +1227,8 @@ private:
     template <class X>
     static void not_integers() {
         static_assert(detail::never<X>, "cpx: thd wants a vector, array or span of integers, the offsets of its "
-                                        "sequences: thd({0, 7, 20}); of lengths, thd::from_lengths");
+                                        "sequences: thd({0, 7, 20}), and of their valid lengths; of lengths, "
+                                        "thd::from_lengths");
     }
 
     struct lengths {
@@ -1853,11 +1869,16 @@ public:
     rows<T const> view() const& { return {values_.data(), count_, width_}; }
     template <class X = T>
     rows<T> view() const&& {
-        static_assert(detail::never<X>, "cpx: a row_buffer is viewed that ends with the expression; give it a name");
+        ends<X>();
         throw;
     }
     std::span<T> elements() & { return {values_.data(), static_cast<std::size_t>(count_ * width_)}; }
     std::span<T const> elements() const& { return {values_.data(), static_cast<std::size_t>(count_ * width_)}; }
+    template <class X = T>
+    std::span<T> elements() const&& {
+        ends<X>();
+        throw;
+    }
     operator std::span<T>() & { return elements(); }
     operator std::span<T const>() const& { return elements(); }
     operator std::span<T const>() const&& = delete;
@@ -1883,6 +1904,11 @@ public:
     }
 
 private:
+    template <class X>
+    static void ends() {
+        static_assert(detail::never<X>, "cpx: a row_buffer is viewed that ends with the expression; give it a name");
+    }
+
     index_t count_ = 0, width_ = 0;
     std::optional<M> memory_; ///< none where there are no rows
     typename M::template block<T> values_;
@@ -2996,7 +3022,7 @@ public:
         if (first < 0 || first > all || width < 0 || width > all - first)
             throw error("columns", "columns of the view", "some of 0 to " + std::to_string(all),
                         std::to_string(width) + " from " + std::to_string(first), here);
-        return {data_.columns(first, width), sharding_, rank_, memory_};
+        return {data_.columns(first, width, here), sharding_, rank_, memory_};
     }
 
 private:
@@ -3018,8 +3044,8 @@ template <class T, class S, class M>
     requires(!any_sharding<S> || !any_memory<M>)
 class sharded<T, S, M> {
 public:
-    static_assert(detail::never<T>, "cpx: sharded<T, S> is of elements and a sharding, such as sharding<zigzag<4>>; "
-                                    "sharded(rows, sharding, rank) needs neither");
+    static_assert(detail::never<T, S>, "cpx: sharded<T, S> is of elements and a sharding, such as sharding<zigzag<4>>; "
+                                       "sharded(rows, sharding, rank) needs neither");
     template <class... X>
     sharded(X const&...) {}
 };
@@ -3035,7 +3061,8 @@ sharded(rows<T>, S, int, M) -> sharded<T, S, M>;
 template <class X, any_sharding S>
 sharded(X const&, S, int) -> sharded<detail::refused, S>;
 template <class X = detail::any>
-sharded(X const& = {}, detail::any = {}, detail::any = {}) -> sharded<detail::refused, sharding<sequential<1>>>;
+sharded(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {})
+    -> sharded<detail::refused, sharding<sequential<1>>>;
 
 namespace detail {
 
@@ -3082,19 +3109,32 @@ struct no_tensor : refused {
         throw;
     }
 };
+/// The sharding of a struct that can deduce none, and of one whose first tensors, `S`, are of two.
+using no_sharding = cpx::sharding<sequential<1>>;
+template <class... S>
+struct two_shardings : no_sharding {};
+template <class S>
+inline constexpr bool is_two_shardings = false;
+template <class... S>
+inline constexpr bool is_two_shardings<two_shardings<S...>> = true;
+
 /// A struct says it once for all its fields of a type, const or not; one that can deduce nothing, for all.
 template <class T, class S, class M>
 using said_of =
-    std::conditional_t<std::same_as<std::remove_const_t<T>, refused>, refused*, sharded<std::remove_const_t<T>, S, M>>;
+    std::conditional_t<!std::same_as<std::remove_const_t<T>, refused>, sharded<std::remove_const_t<T>, S, M>,
+                       std::conditional_t<is_two_shardings<S>, S, refused*>>;
 template <class Of>
 no_tensor<Of> no_field() {
-    constexpr bool told = !std::same_as<Of, refused*>;
+    constexpr bool told = !std::same_as<Of, refused*>, differ = is_two_shardings<Of>;
     static_assert(never<Of> || told,
                   "cpx: a struct of tensors cannot tell its type: it lacks one, its first is none, those in braces "
                   "differ, or names tell clang++ nothing; write it, as in delta_rule_tensors<float, "
                   "sharding<zigzag<4>>>{.q = q}, and view other memory as sharded(rows, sharding, rank)");
-    static_assert(never<Of> || !told, "cpx: a struct of tensors lacks one, or is given what is none; view other memory "
-                                      "as sharded(rows, sharding, rank)");
+    static_assert(never<Of> || !differ,
+                  "cpx: a struct of tensors of one sharding is given one of another; relayout that first");
+    static_assert(never<Of> || !told || differ,
+                  "cpx: a struct of tensors lacks one, or is given what is none; view other memory as "
+                  "sharded(rows, sharding, rank)");
     return {};
 }
 
@@ -3103,7 +3143,7 @@ template <class View, class X>
 View view_field(X&& x) {
     constexpr bool views = sharded_anywhere<X>;
     if constexpr (std::same_as<element_of<View>, refused>)
-        no_field<element_of<View>*>();
+        no_field<said_of<refused, sharding_of<View>, memory_of<View>>>();
     else if constexpr (!views)
         static_assert(views, "cpx: a struct of tensors lacks one, or is given what is none; view other memory as "
                              "sharded(rows, sharding, rank)");
@@ -3119,18 +3159,24 @@ View view_field(X&& x) {
     throw;
 }
 
-/// What a struct of tensors deduces from its first one; if that is none, its field says so. For names in braces
-/// clang++, until it deduces aggregates, fits nothing but a guide from `...`.
-template <class X>
-struct first_field {
+/// What a struct of tensors deduces from its first ones. If these are of two shardings, or the first is no tensor, its
+/// fields say so, once, and calls of the struct nothing. For names in braces clang++, until it deduces aggregates, fits
+/// nothing but a guide from `...`.
+template <class X, class... More>
+struct first_fields {
     using element = refused;
-    using sharding = cpx::sharding<sequential<1>>;
+    using sharding = no_sharding;
     using memory = host_memory;
 };
-template <sharded_anywhere X>
-struct first_field<X> {
-    using element = element_of<X>;
-    using sharding = sharding_of<X>;
+template <class X, class S>
+inline constexpr bool sharded_otherwise = false;
+template <sharded_anywhere X, class S>
+inline constexpr bool sharded_otherwise<X, S> = !std::same_as<sharding_of<X>, S>;
+template <sharded_anywhere X, class... More>
+struct first_fields<X, More...> {
+    static constexpr bool differ = (sharded_otherwise<More, sharding_of<X>> || ...);
+    using element = std::conditional_t<differ, refused, element_of<X>>;
+    using sharding = std::conditional_t<differ, two_shardings<X, More...>, sharding_of<X>>;
     using memory = memory_of<X>;
 };
 
@@ -3161,11 +3207,16 @@ private:
 /// N of them: an array of tensors, or tensors in braces.
 template <class T, any_sharding S, std::size_t N>
 struct sharded_fields : std::array<sharded<T, S>, N> {
+    static constexpr bool untold = std::same_as<std::remove_const_t<T>, detail::refused>;
     template <sharded_like... X>
         requires(sizeof...(X) == N)
     sharded_fields(X&&... x) : fields{detail::view_field<sharded<T, S>>(std::forward<X>(x))...} {}
     template <sharded_like X>
+        requires(!untold)
     sharded_fields(std::array<X, N> const& list) : sharded_fields(list, std::make_index_sequence<N>{}) {}
+    template <sharded_like X>
+        requires(!untold)
+    sharded_fields(std::array<X, N> const&& list) : sharded_fields(std::move(list), std::make_index_sequence<N>{}) {}
     template <class X>
         requires(N != 1 || !sharded_like<X>)
     sharded_fields(X const&) : fields(detail::no_field<detail::said_of<T, S, host_memory>>()) {}
@@ -3175,9 +3226,9 @@ struct sharded_fields : std::array<sharded<T, S>, N> {
 
 private:
     using fields = std::array<sharded<T, S>, N>;
-    template <class X, std::size_t... I>
-    sharded_fields(std::array<X, N> const& list, std::index_sequence<I...>)
-        : fields{detail::view_field<sharded<T, S>>(list[I])...} {}
+    template <class Array, std::size_t... I>
+    sharded_fields(Array&& list, std::index_sequence<I...>)
+        : fields{detail::view_field<sharded<T, S>>(std::get<I>(std::forward<Array>(list)))...} {}
 };
 
 namespace detail {
@@ -3643,6 +3694,13 @@ public:
     template <class... X>
     constexpr mesh(X const&...) { // also of numbers in braces, which no mesh_sizes takes
         static_assert(detail::never<X...>, "cpx: mesh wants its sizes by name: mesh({.world = 8, .cp = 2})");
+    }
+
+    template <class X>
+        requires(!std::convertible_to<X const&, caller>)
+    constexpr mesh(mesh_sizes const&, X const&, detail::any = {}) {
+        static_assert(detail::never<X>, "cpx: mesh wants its sizes by name, and nothing else: "
+                                        "mesh({.world = 8, .cp = 2})");
     }
 
     constexpr int world() const { return world_; }

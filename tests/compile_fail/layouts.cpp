@@ -69,6 +69,7 @@ static_assert(of_values == cpx::routes<cpx::zigzag<4>, cpx::sequential<4>>());
 // expect: a view of a tensor that ends with the expression
 // expect: a view of a tensor that ends with the expression
 // expect: a row_buffer is viewed that ends with the expression
+// expect: a row_buffer is viewed that ends with the expression
 std::vector<float> const values(4);
 std::vector<int> const numbers(4);
 auto const sharding = cpx::shard(cpx::thd({0, 4}), cpx::zigzag<1>{});
@@ -80,12 +81,14 @@ auto const view = tensor.view();
 auto const data = tensor.data();
 cpx::row_buffer<float> buffer(3, 4);
 auto const of_buffer = buffer.view();
+auto const elements_of_buffer = buffer.elements();
 #else
 cpx::rows<float const> const rows(std::vector<float>(4), 2);
 cpx::rows const deduced(std::vector<int>(4), 2);
 auto const view = cpx::make_tensor<float>(sharding, 0, 1).view();
 auto const data = cpx::make_tensor<int>(sharding, 0, 1).data();
 auto const of_buffer = cpx::row_buffer<float>(3, 4).view();
+auto const elements_of_buffer = cpx::row_buffer<int>(3, 4).elements();
 #endif
 
 // What is no sharding is told how to become one, and what is no list of integers.
@@ -146,6 +149,10 @@ auto const unpadded = cpx::thd_from_positions(numbers);
 auto const masked = cpx::packing_from_mask(std::vector<bool>(4), 4, cpx::padding::right);
 // expect: thd wants a vector, array or span of integers
 cpx::thd const offsets(std::vector<float>{0, 7});
+// expect: thd wants a vector, array or span of integers
+// expect: thd wants a vector, array or span of integers
+cpx::thd const of_valid_halves(numbers, std::vector<double>{5});
+cpx::thd const of_braces_and_halves({0, 7}, std::span<double>());
 // expect: rows of a list of other elements
 cpx::rows<double> const others(tensor.elements(), 1);
 // expect: make_tensor<T>.sharding, rank, width. wants a sharding
@@ -158,6 +165,7 @@ cpx::replicated<2> of_nothing;
 cpx::head_sharded<> heads_of_nothing;
 // expect: replicated<W> wants a cpx::thd, and head_sharded<W> its sections
 auto const of_no_heads = cpx::shard(cpx::thd({0, 4}), cpx::head_sharded<3>{}); // the first sentence stands above
+cpx::sharded const rows_of_no_heads(tensor.data(), of_no_heads, 0);
 // expect: shard.batch, layout. wants a cpx::thd and a layout
 // expect: shard.batch, layout. wants a cpx::thd and a layout
 // expect: shard.batch, layout. wants a cpx::thd and a layout
@@ -197,6 +205,14 @@ cpx::rows<float const> const of_type_without_width(values);
 cpx::rows<float> const of_a_pointer(tensor.elements().data(), 4);
 cpx::rows<float> const of_the_tensor(tensor);
 // expect: rows.list, width. wants a vector and the width of a row
+// expect: rows.list, width. wants a vector and the width of a row
+// expect: rows.list, width. wants a vector and the width of a row
+cpx::rows const of_a_list_and_count(values, 4, 2);
+cpx::rows<float const> const of_three(values, 4, 2);
+cpx::rows const of_a_tensor_and_count(tensor, 4, 1);
+// expect: sharded.rows, sharding, rank. wants all three
+cpx::sharded const of_four(numbers, 2, sharding, 0);
+// expect: rows.list, width. wants a vector and the width of a row
 cpx::rows<int> const of_five_numbers(0, 1, 2, 3, 4);
 // expect: rows of a pointer to other elements, or to const
 // expect: rows of a pointer to other elements, or to const
@@ -218,6 +234,8 @@ auto const guessed = cpx::guess_rows(numbers, 4, 16);
 // expect: mesh wants its sizes by name
 cpx::mesh const of_sizes(8, 2), of_a_list({8, 2}); // once
 cpx::mesh const of_one_size({8});
+// expect: mesh wants its sizes by name
+cpx::mesh const of_ranks_and_more({.world = 8}, 3);
 // expect: packing.batch, starts, buffer_rows. wants a cpx::thd
 cpx::packing const of_no_starts(cpx::thd({0, 4}));
 // expect: routes wants two layouts

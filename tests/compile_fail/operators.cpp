@@ -74,6 +74,26 @@ void lone_convolution(cpx::halo_plan<packed> const& plan, view<packed> x, list w
     cpx::causal_conv1d(plan, x, w, {}, silu, x, comm);
 }
 
+// expect: causal_conv1d and its backward want an activation
+// expect: causal_conv1d and its backward want an activation
+// expect: normalise.memory, norm, y. wants a memory, a head_norm
+using of_words = cpx::tensor<double, sequential>;
+#ifdef CPX_GOOD
+void by_name(cpx::halo_plan<sequential> const& plan, of_words& x, std::vector<double> const& w, of_words& y,
+             cpx::threads& comm) {
+    cpx::causal_conv1d(plan, x, w, w, silu, y, comm);
+    cpx::causal_conv1d_backward(plan, plan, x, w, w, silu, y, cpx::causal_conv1d_gradients{y}, comm);
+    cpx::normalise(cpx::host_memory(), cpx::head_norm<double>{x.data(), {}, x.data(), 0, 0}, y.data());
+}
+#else
+void by_name(cpx::halo_plan<sequential> const& plan, of_words& x, std::vector<double> const& w,
+             cpx::sharded<double, sequential> y, cpx::threads& comm) {
+    cpx::causal_conv1d(plan, x, w, w, cpx::silu, y, comm);
+    cpx::causal_conv1d_backward(plan, plan, y, w, w, cpx::silu, x, cpx::causal_conv1d_gradients{x}, comm);
+    cpx::normalise(cpx::host_memory(), x, y);
+}
+#endif
+
 // expect: causal_conv1d_backward of tensors that are not sharded as the plans
 void convolution_backward(cpx::halo_plan<zigzag> const& plan, view<zigzag> x, view<other> dy, list w,
                           cpx::threads& comm) {
@@ -121,8 +141,49 @@ auto inputs(two const& x, one o) { return cpx::recurrence_tensors{x, o}; }
 // expect: a struct of tensors of one sharding is given one of another
 auto input_gradients(one dout, two const& dx) { return cpx::recurrence_gradients{dout, dx}; }
 
+// expect: a struct of tensors is given one of other elements or memory, .* or one that ends with the expression
+// expect: a struct of tensors is given one of other elements or memory, .* or one that ends with the expression
+using owned = std::array<cpx::tensor<double, zigzag>, 2>;
+#ifdef CPX_GOOD
+auto inputs_of_owners(owned const& x, one o) { return cpx::recurrence_tensors{x, o}; }
+auto gradients_of_owners(one dout, cpx::sharded<double, zigzag> dx) {
+    return cpx::recurrence_gradients{dout, std::array{dx, dx}};
+}
+#else
+auto inputs_of_owners(owned& x, one o) { return cpx::recurrence_tensors{std::array(std::move(x)), o}; }
+auto gradients_of_owners(one dout, owned& dx) { return cpx::recurrence_gradients{dout, owned(dx)}; }
+#endif
+
 // expect: a struct of tensors of one sharding is given one of another
 cpx::delta_rule_tensors<float, zigzag> tensors(view<zigzag> x, view<other> k) { return {x, k, x, x, x, x}; }
+
+// The odd one first, or the only other: it is said once, and by the call nothing.
+// expect: a struct of tensors of one sharding is given one of another
+void odd_tensors(cpx::carry_plan<cpx::scan, zigzag> const& plan, view<other> q, cpx::tensor<float, zigzag>& x,
+                 cpx::threads& comm) {
+    cpx::gated_delta_rule(plan, cpx::delta_rule_tensors{q, x, x, x, x, x}, {}, {}, comm);
+}
+// expect: a struct of tensors of one sharding is given one of another
+void odd_gradients(cpx::carry_plan<cpx::scan, zigzag> const& plan, cpx::delta_rule_tensors<double, zigzag> const& t,
+                   cpx::tensor<double, other> const& dout, cpx::tensor<double, zigzag>& dx, cpx::threads& comm) {
+    cpx::gated_delta_rule_backward(plan, t, cpx::delta_rule_gradient_tensors{dout, dx, dx, dx, dx, dx}, {}, {}, comm);
+}
+// expect: a struct of tensors of one sharding is given one of another
+// expect: a struct of tensors of one sharding is given one of another
+void odd_queries(view<other> q, cpx::tensor<float, zigzag> const& dout, view<everywhere> k, view<everywhere> dk,
+                 view<zigzag> dq, cpx::threads& comm) {
+    cpx::attention_backward_queries(cpx::attention_queries{q, dout, dq, dq}, k, k, heads, 1, dq);
+    cpx::attention_backward_keys(cpx::attention_queries{dout, q, dq, dq}, k, k, heads, 1, dk, dk, comm);
+}
+// expect: a struct of tensors of one sharding is given one of another
+// expect: a struct of tensors of one sharding is given one of another
+void odd_inputs(cpx::carry_plan<cpx::scan, zigzag> const& plan, cpx::head_decay_attention const& r,
+                std::array<cpx::sharded<float, other>, 4> const& x, cpx::tensor<float, zigzag>& o,
+                cpx::tensor<float, other> const& dout, cpx::threads& comm) {
+    cpx::recur(plan, r, cpx::recurrence_tensors{x, o}, comm);
+    cpx::recurrence_tensors<float, zigzag, 4> const t{{o, o, o, o}, o};
+    cpx::recur_backward(plan, r, t, cpx::recurrence_gradients{dout, {o, o, o, o}}, comm);
+}
 
 using layer = cpx::gated_delta_net<cpx::scan, zigzag>;
 using weights = cpx::gated_delta_net_weights<float>;

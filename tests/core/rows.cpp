@@ -158,8 +158,8 @@ TEST_SUITE("core") {
         rejects({"rows: bytes", "less than 2^62"}, [=] { rows<int>(nullptr, 1, huge); });
         rejects({"rows: bytes", "less than 2^62"}, [=] { rows<int>(nullptr, huge, 0); });
         std::vector<int> values = counted(12);
-        rejects({"rows: bytes"}, [&] { rows<int>(values, 4).sub(0, -1); });
-        rejects({"rows: bytes"}, [&] { rows<int>(values, 4).columns(1, -3); });
+        rejects({"rows.cpp", "rows: bytes"}, [&] { rows<int>(values, 4).sub(0, -1); });
+        rejects({"rows.cpp", "rows: bytes"}, [&] { rows<int>(values, 4).columns(1, -3); });
         rejects({"rows.cpp", "size of the list"}, [&] { rows<int>(values, 5); });
         std::vector<int> none;
         rejects({"rows.cpp", "a multiple of the width -3"}, [&] { rows<int>(none, -3); });

@@ -45,6 +45,9 @@ TEST_SUITE("core") {
         thd const batch(list{0, 5, 12}), padded(list{0, 5, 12}, list{3, 7});
         CHECK(thd({0, 5, 12}) == batch);
         CHECK(thd({0, 5, 12}, {3, 7}) == padded);
+        CHECK(thd({0, 5, 12}, valid) == padded);
+        CHECK(thd({0, 5, 12}, std::span(valid)) == padded);
+        CHECK(thd({0, 5, 12}, std::array<std::int64_t, 2>{3, 7}) == padded);
         CHECK(thd(narrow) == batch);
         CHECK(thd(narrow, valid) == padded);
         CHECK(thd(std::vector<std::int64_t>{0, 5, 12}) == batch);

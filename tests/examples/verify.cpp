@@ -251,6 +251,20 @@ TEST_SUITE("examples") {
         refuse("conv_bias",
                [](archive& a) { std::swap(a.tensors.at("weight").shape[0], a.tensors.at("weight").shape[1]); },
                {"shape of tensor \"weight\": expected [16, -1], got [4, 16]"});
+        for (auto const& [golden_name, tensor, shapes] : std::vector<std::tuple<char const*, std::string, std::string>>{
+                 {"conv_silu", "y", "expected [64, 24], got [24, 64]"},
+                 {"conv_silu", "dweight", "expected [24, 4], got [4, 24]"},
+                 {"gdr_small", "o", "expected [64, 4, 16], got [4, 64, 16]"},
+                 {"gdn_layer_small", "output", "expected [52, 48], got [48, 52]"},
+                 {"gdn_layer_small", "weight.in_proj_qkv.weight", "expected [128, 48], got [48, 128]"},
+                 {"gdn_layer_small", "grad.in_proj_qkv.weight", "expected [128, 48], got [48, 128]"},
+                 {"mrope_qwen3_vl", "position_ids", "expected [3, 206], got [206, 3]"},
+                 {"mrope_qwen3_vl", "q_rot", "expected [206, 2, 128], got [2, 206, 128]"}})
+            refuse(golden_name,
+                   [&, tensor = tensor](archive& a) {
+                       std::swap(a.tensors.at(tensor).shape[0], a.tensors.at(tensor).shape[1]);
+                   },
+                   {"shape of tensor \"" + tensor + "\": " + shapes});
         refuse("conv_bias", cu(6, 45), {"x", "45", "44"});
         refuse("conv_bias", cu(6, std::int64_t{1} << 60), {"x", "44"});
         refuse("gdr_small", cu(4, std::int64_t{1} << 60), {"shape of tensor", "expected [1152921504606846976, ", "64"});

@@ -81,7 +81,8 @@ struct field : F {
     constexpr field(X&& data, index_t count, index_t width, index_t stride, caller here = caller::here())
         : F(std::forward<X>(data), count, width, stride, here) {}
     template <class X, class Y, class... More>
-        requires(!std::constructible_from<F, X, Y, More...>)
+        requires(!std::constructible_from<F, X, Y, More..., caller> &&
+                 !(sizeof...(More) == 0 && std::constructible_from<F, X, Y>))
     field(X&&, Y&&, More&&...) : F(detail::fit<F>(detail::any())) {}
 };
 

@@ -34,11 +34,16 @@ public:
     rows<T const> view() const& { return {values_.data(), count_, width_}; }
     template <class X = T>
     rows<T> view() const&& {
-        static_assert(detail::never<X>, "cpx: a row_buffer is viewed that ends with the expression; give it a name");
+        ends<X>();
         throw;
     }
     std::span<T> elements() & { return {values_.data(), static_cast<std::size_t>(count_ * width_)}; }
     std::span<T const> elements() const& { return {values_.data(), static_cast<std::size_t>(count_ * width_)}; }
+    template <class X = T>
+    std::span<T> elements() const&& {
+        ends<X>();
+        throw;
+    }
     operator std::span<T>() & { return elements(); }
     operator std::span<T const>() const& { return elements(); }
     operator std::span<T const>() const&& = delete;
@@ -64,6 +69,11 @@ public:
     }
 
 private:
+    template <class X>
+    static void ends() {
+        static_assert(detail::never<X>, "cpx: a row_buffer is viewed that ends with the expression; give it a name");
+    }
+
     index_t count_ = 0, width_ = 0;
     std::optional<M> memory_; ///< none where there are no rows
     typename M::template block<T> values_;

@@ -47,8 +47,9 @@ public:
     }
 
     template <class X, class... More>
-        requires((sizeof...(More) == 0 || sizeof...(More) > 2) && !(std::same_as<More, caller> || ...) &&
-                 !std::is_convertible_v<X&, rows>)
+        requires((sizeof...(More) == 0 || sizeof...(More) > 2 ||
+                  (std::is_class_v<X> && !std::is_convertible_v<X const&, void const*>)) &&
+                 !(std::same_as<More, caller> || ...) && !std::is_convertible_v<X&, rows>)
     explicit rows(X const&, detail::any = {}, More const&...) {
         static_assert(detail::never<X>,
                       "cpx: rows(list, width) wants a vector and the width of a row, or rows(pointer, count, width); "
@@ -72,12 +73,12 @@ public:
     CPX_HOST_DEVICE constexpr T& operator()(index_t i, index_t column) const { return data_[i * stride_ + column]; }
 
     /// Returns rows `[first, first + count)`.
-    CPX_HOST_DEVICE constexpr rows sub(index_t first, index_t count) const {
-        return {data_ + first * stride_, count, width_, stride_};
+    CPX_HOST_DEVICE constexpr rows sub(index_t first, index_t count, caller here = caller::here()) const {
+        return {data_ + first * stride_, count, width_, stride_, here};
     }
     /// Returns columns `[first, first + width)` of every row.
-    CPX_HOST_DEVICE constexpr rows columns(index_t first, index_t width) const {
-        return {data_ + first, count_, width, stride_};
+    CPX_HOST_DEVICE constexpr rows columns(index_t first, index_t width, caller here = caller::here()) const {
+        return {data_ + first, count_, width, stride_, here};
     }
 
 private:

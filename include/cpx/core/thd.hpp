@@ -93,10 +93,23 @@ public:
     explicit thd(std::initializer_list<detail::listed_tokens> offsets, std::vector<index_t> valid = {},
                  caller here = caller::here())
         : thd(std::vector<index_t>(offsets.begin(), offsets.end()), std::move(valid), here) {}
+    template <integers V>
+    explicit thd(std::initializer_list<detail::listed_tokens> offsets, V const& valid, caller here = caller::here())
+        : thd(offsets, numbers("thd", "valid length of sequence ", valid, here), here) {}
 
     template <class X>
         requires(!integers<X>)
     explicit thd(X const&, detail::any = {}, detail::any = {}) {
+        not_integers<X>();
+    }
+    template <integers R, class X>
+        requires(!integers<X> && !std::convertible_to<X const&, std::vector<index_t>>)
+    explicit thd(R const&, X const&, detail::any = {}) {
+        not_integers<X>();
+    }
+    template <class X>
+        requires(!integers<X> && !std::convertible_to<X const&, std::vector<index_t>>)
+    explicit thd(std::initializer_list<detail::listed_tokens>, X const&, detail::any = {}) {
         not_integers<X>();
     }
 
@@ -189,7 +202,8 @@ private:
     template <class X>
     static void not_integers() {
         static_assert(detail::never<X>, "cpx: thd wants a vector, array or span of integers, the offsets of its "
-                                        "sequences: thd({0, 7, 20}); of lengths, thd::from_lengths");
+                                        "sequences: thd({0, 7, 20}), and of their valid lengths; of lengths, "
+                                        "thd::from_lengths");
     }
 
     struct lengths {

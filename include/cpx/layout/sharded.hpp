@@ -58,7 +58,7 @@ public:
         if (first < 0 || first > all || width < 0 || width > all - first)
             throw error("columns", "columns of the view", "some of 0 to " + std::to_string(all),
                         std::to_string(width) + " from " + std::to_string(first), here);
-        return {data_.columns(first, width), sharding_, rank_, memory_};
+        return {data_.columns(first, width, here), sharding_, rank_, memory_};
     }
 
 private:
@@ -80,8 +80,8 @@ template <class T, class S, class M>
     requires(!any_sharding<S> || !any_memory<M>)
 class sharded<T, S, M> {
 public:
-    static_assert(detail::never<T>, "cpx: sharded<T, S> is of elements and a sharding, such as sharding<zigzag<4>>; "
-                                    "sharded(rows, sharding, rank) needs neither");
+    static_assert(detail::never<T, S>, "cpx: sharded<T, S> is of elements and a sharding, such as sharding<zigzag<4>>; "
+                                       "sharded(rows, sharding, rank) needs neither");
     template <class... X>
     sharded(X const&...) {}
 };
@@ -97,7 +97,8 @@ sharded(rows<T>, S, int, M) -> sharded<T, S, M>;
 template <class X, any_sharding S>
 sharded(X const&, S, int) -> sharded<detail::refused, S>;
 template <class X = detail::any>
-sharded(X const& = {}, detail::any = {}, detail::any = {}) -> sharded<detail::refused, sharding<sequential<1>>>;
+sharded(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {})
+    -> sharded<detail::refused, sharding<sequential<1>>>;
 
 namespace detail {
 
@@ -144,19 +145,32 @@ struct no_tensor : refused {
         throw;
     }
 };
+/// The sharding of a struct that can deduce none, and of one whose first tensors, `S`, are of two.
+using no_sharding = cpx::sharding<sequential<1>>;
+template <class... S>
+struct two_shardings : no_sharding {};
+template <class S>
+inline constexpr bool is_two_shardings = false;
+template <class... S>
+inline constexpr bool is_two_shardings<two_shardings<S...>> = true;
+
 /// A struct says it once for all its fields of a type, const or not; one that can deduce nothing, for all.
 template <class T, class S, class M>
 using said_of =
-    std::conditional_t<std::same_as<std::remove_const_t<T>, refused>, refused*, sharded<std::remove_const_t<T>, S, M>>;
+    std::conditional_t<!std::same_as<std::remove_const_t<T>, refused>, sharded<std::remove_const_t<T>, S, M>,
+                       std::conditional_t<is_two_shardings<S>, S, refused*>>;
 template <class Of>
 no_tensor<Of> no_field() {
-    constexpr bool told = !std::same_as<Of, refused*>;
+    constexpr bool told = !std::same_as<Of, refused*>, differ = is_two_shardings<Of>;
     static_assert(never<Of> || told,
                   "cpx: a struct of tensors cannot tell its type: it lacks one, its first is none, those in braces "
                   "differ, or names tell clang++ nothing; write it, as in delta_rule_tensors<float, "
                   "sharding<zigzag<4>>>{.q = q}, and view other memory as sharded(rows, sharding, rank)");
-    static_assert(never<Of> || !told, "cpx: a struct of tensors lacks one, or is given what is none; view other memory "
-                                      "as sharded(rows, sharding, rank)");
+    static_assert(never<Of> || !differ,
+                  "cpx: a struct of tensors of one sharding is given one of another; relayout that first");
+    static_assert(never<Of> || !told || differ,
+                  "cpx: a struct of tensors lacks one, or is given what is none; view other memory as "
+                  "sharded(rows, sharding, rank)");
     return {};
 }
 
@@ -165,7 +179,7 @@ template <class View, class X>
 View view_field(X&& x) {
     constexpr bool views = sharded_anywhere<X>;
     if constexpr (std::same_as<element_of<View>, refused>)
-        no_field<element_of<View>*>();
+        no_field<said_of<refused, sharding_of<View>, memory_of<View>>>();
     else if constexpr (!views)
         static_assert(views, "cpx: a struct of tensors lacks one, or is given what is none; view other memory as "
                              "sharded(rows, sharding, rank)");
@@ -181,18 +195,24 @@ View view_field(X&& x) {
     throw;
 }
 
-/// What a struct of tensors deduces from its first one; if that is none, its field says so. For names in braces
-/// clang++, until it deduces aggregates, fits nothing but a guide from `...`.
-template <class X>
-struct first_field {
+/// What a struct of tensors deduces from its first ones. If these are of two shardings, or the first is no tensor, its
+/// fields say so, once, and calls of the struct nothing. For names in braces clang++, until it deduces aggregates, fits
+/// nothing but a guide from `...`.
+template <class X, class... More>
+struct first_fields {
     using element = refused;
-    using sharding = cpx::sharding<sequential<1>>;
+    using sharding = no_sharding;
     using memory = host_memory;
 };
-template <sharded_anywhere X>
-struct first_field<X> {
-    using element = element_of<X>;
-    using sharding = sharding_of<X>;
+template <class X, class S>
+inline constexpr bool sharded_otherwise = false;
+template <sharded_anywhere X, class S>
+inline constexpr bool sharded_otherwise<X, S> = !std::same_as<sharding_of<X>, S>;
+template <sharded_anywhere X, class... More>
+struct first_fields<X, More...> {
+    static constexpr bool differ = (sharded_otherwise<More, sharding_of<X>> || ...);
+    using element = std::conditional_t<differ, refused, element_of<X>>;
+    using sharding = std::conditional_t<differ, two_shardings<X, More...>, sharding_of<X>>;
     using memory = memory_of<X>;
 };
 
@@ -223,11 +243,16 @@ private:
 /// N of them: an array of tensors, or tensors in braces.
 template <class T, any_sharding S, std::size_t N>
 struct sharded_fields : std::array<sharded<T, S>, N> {
+    static constexpr bool untold = std::same_as<std::remove_const_t<T>, detail::refused>;
     template <sharded_like... X>
         requires(sizeof...(X) == N)
     sharded_fields(X&&... x) : fields{detail::view_field<sharded<T, S>>(std::forward<X>(x))...} {}
     template <sharded_like X>
+        requires(!untold)
     sharded_fields(std::array<X, N> const& list) : sharded_fields(list, std::make_index_sequence<N>{}) {}
+    template <sharded_like X>
+        requires(!untold)
+    sharded_fields(std::array<X, N> const&& list) : sharded_fields(std::move(list), std::make_index_sequence<N>{}) {}
     template <class X>
         requires(N != 1 || !sharded_like<X>)
     sharded_fields(X const&) : fields(detail::no_field<detail::said_of<T, S, host_memory>>()) {}
@@ -237,9 +262,9 @@ struct sharded_fields : std::array<sharded<T, S>, N> {
 
 private:
     using fields = std::array<sharded<T, S>, N>;
-    template <class X, std::size_t... I>
-    sharded_fields(std::array<X, N> const& list, std::index_sequence<I...>)
-        : fields{detail::view_field<sharded<T, S>>(list[I])...} {}
+    template <class Array, std::size_t... I>
+    sharded_fields(Array&& list, std::index_sequence<I...>)
+        : fields{detail::view_field<sharded<T, S>>(std::get<I>(std::forward<Array>(list)))...} {}
 };
 
 namespace detail {

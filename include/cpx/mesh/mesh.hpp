@@ -95,6 +95,13 @@ public:
         static_assert(detail::never<X...>, "cpx: mesh wants its sizes by name: mesh({.world = 8, .cp = 2})");
     }
 
+    template <class X>
+        requires(!std::convertible_to<X const&, caller>)
+    constexpr mesh(mesh_sizes const&, X const&, detail::any = {}) {
+        static_assert(detail::never<X>, "cpx: mesh wants its sizes by name, and nothing else: "
+                                        "mesh({.world = 8, .cp = 2})");
+    }
+
     constexpr int world() const { return world_; }
     /// Returns how many ranks a group of these axes has.
     constexpr int size(axis set, caller here = caller::here()) const { return members("mesh::size", set, here); }

@@ -20,10 +20,9 @@ struct attention_queries {
     sharded_field<typename M::template sum<T> const, Q, M> lse, delta;
     detail::no_more end = {};
 };
-template <class X = detail::any>
-attention_queries(X&& = {}, detail::any = {}, detail::any = {}, detail::any = {}, ...)
-    -> attention_queries<typename detail::first_field<X>::element, typename detail::first_field<X>::sharding,
-                         typename detail::first_field<X>::memory>;
+template <class X = detail::any, class Y = detail::any, class Z = detail::any, class F = detail::first_fields<X, Y, Z>>
+attention_queries(X&& = {}, Y const& = {}, Z const& = {}, detail::any = {}, ...)
+    -> attention_queries<typename F::element, typename F::sharding, typename F::memory>;
 
 namespace detail {
 

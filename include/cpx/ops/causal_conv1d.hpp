@@ -112,6 +112,26 @@ void causal_conv1d(halo_plan<S> const& plan, X const& x, rows_or_list<element_of
     }
 }
 
+namespace detail {
+
+/// Takes `silu` and its like, of which several functions have the name, where an activation is wanted.
+struct function_of_numbers {
+    function_of_numbers(float (*)(float)) {}
+};
+template <class X>
+refused no_activation() {
+    static_assert(never<X>, "cpx: causal_conv1d and its backward want an activation, activation::silu or "
+                            "activation::none, not the function silu of one number");
+    return {};
+}
+
+} // namespace detail
+
+template <class X>
+detail::refused causal_conv1d(detail::any, X const&, detail::any, detail::any, detail::function_of_numbers, detail::any,
+                              detail::any = {}, detail::any = {}, detail::any = {}) {
+    return detail::no_activation<X>();
+}
 template <class Plan = detail::any, class Y1 = detail::any, class Y2 = detail::any>
 detail::refused causal_conv1d(Plan const& = {}, Y1 const& = {}, detail::any = {}, detail::any = {}, detail::any = {},
                               Y2 const& = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
@@ -137,10 +157,9 @@ struct causal_conv1d_gradients {
 
 template <class X = void>
 causal_conv1d_gradients(...) -> causal_conv1d_gradients<detail::refused, sharding<sequential<1>>>;
-template <class X>
+template <class X, class F = detail::first_fields<X>>
 causal_conv1d_gradients(X&&, detail::any = {}, detail::any = {}, detail::any = {}, ...)
-    -> causal_conv1d_gradients<typename detail::first_field<X>::element, typename detail::first_field<X>::sharding,
-                               typename detail::first_field<X>::memory>;
+    -> causal_conv1d_gradients<typename F::element, typename F::sharding, typename F::memory>;
 
 namespace detail {
 
@@ -231,6 +250,12 @@ void causal_conv1d_backward(halo_plan<S> const& before, halo_plan<A> const& afte
         check_convolution_backward(given, comm, here);
         convolve_backward(given, comm, here);
     }
+}
+template <class X>
+detail::refused causal_conv1d_backward(detail::any, detail::any, X const&, detail::any, detail::any,
+                                       detail::function_of_numbers, detail::any, detail::any, detail::any,
+                                       detail::any = {}) {
+    return detail::no_activation<X>();
 }
 template <class Plan = detail::any, class Y1 = detail::any, class Y2 = detail::any>
 detail::refused causal_conv1d_backward(Plan const& = {}, detail::any = {}, Y1 const& = {}, detail::any = {},

@@ -32,11 +32,10 @@ struct delta_rule_tensors {
 };
 template <class X = void>
 delta_rule_tensors(...) -> delta_rule_tensors<detail::refused, sharding<sequential<1>>>;
-template <class X>
-delta_rule_tensors(X&&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
+template <class X, class Y = detail::any, class Z = detail::any, class F = detail::first_fields<X, Y, Z>>
+delta_rule_tensors(X&&, Y const& = {}, Z const& = {}, detail::any = {}, detail::any = {}, detail::any = {},
                    detail::any = {}, detail::any = {}, detail::any = {}, ...)
-    -> delta_rule_tensors<typename detail::first_field<X>::element, typename detail::first_field<X>::sharding,
-                          typename detail::first_field<X>::memory>;
+    -> delta_rule_tensors<typename F::element, typename F::sharding, typename F::memory>;
 
 namespace detail {
 

@@ -21,11 +21,10 @@ struct delta_rule_gradient_tensors {
 };
 template <class X = void>
 delta_rule_gradient_tensors(...) -> delta_rule_gradient_tensors<detail::refused, sharding<sequential<1>>>;
-template <class X>
-delta_rule_gradient_tensors(X&&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
-                            detail::any = {}, detail::any = {}, detail::any = {}, ...)
-    -> delta_rule_gradient_tensors<typename detail::first_field<X>::element, typename detail::first_field<X>::sharding,
-                                   typename detail::first_field<X>::memory>;
+template <class X, class Y = detail::any, class Z = detail::any, class F = detail::first_fields<X, Y, Z>>
+delta_rule_gradient_tensors(X&&, Y const& = {}, Z const& = {}, detail::any = {}, detail::any = {}, detail::any = {},
+                            detail::any = {}, detail::any = {}, ...)
+    -> delta_rule_gradient_tensors<typename F::element, typename F::sharding, typename F::memory>;
 
 namespace detail {
 

@@ -35,12 +35,12 @@ struct recurrence_tensors {
     field<recurrence_saved<T>*> saved = nullptr;
     detail::no_more end = {};
 };
-template <sharded_like X, sharded_like O, std::size_t N>
+template <sharded_like X, sharded_like O, std::size_t N, class F = detail::first_fields<X, O>>
 recurrence_tensors(std::array<X, N> const&, O const&, detail::any = {}, detail::any = {}, detail::any = {}, ...)
-    -> recurrence_tensors<element_of<O>, sharding_of<X>, N>;
-template <sharded_like X, sharded_like O, std::size_t N>
+    -> recurrence_tensors<typename F::element, typename F::sharding, N>;
+template <sharded_like X, sharded_like O, std::size_t N, class F = detail::first_fields<X, O>>
 recurrence_tensors(X const (&)[N], O const&, detail::any = {}, detail::any = {}, detail::any = {}, ...)
-    -> recurrence_tensors<element_of<O>, sharding_of<X>, N>;
+    -> recurrence_tensors<typename F::element, typename F::sharding, N>;
 template <class X = void>
 recurrence_tensors(detail::any, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}, ...)
     -> recurrence_tensors<detail::refused, sharding<sequential<1>>, 0>;
@@ -61,12 +61,12 @@ struct recurrence_gradients {
     field<rows<T>> dinitial = {};
     detail::no_more end = {};
 };
-template <sharded_like O, sharded_like X, std::size_t N>
+template <sharded_like O, sharded_like X, std::size_t N, class F = detail::first_fields<O, X>>
 recurrence_gradients(O const&, std::array<X, N> const&, detail::any = {}, detail::any = {}, ...)
-    -> recurrence_gradients<element_of<O>, sharding_of<X>, N>;
-template <sharded_like O, sharded_like X, std::size_t N>
+    -> recurrence_gradients<typename F::element, typename F::sharding, N>;
+template <sharded_like O, sharded_like X, std::size_t N, class F = detail::first_fields<O, X>>
 recurrence_gradients(O const&, X const (&)[N], detail::any = {}, detail::any = {}, ...)
-    -> recurrence_gradients<element_of<O>, sharding_of<X>, N>;
+    -> recurrence_gradients<typename F::element, typename F::sharding, N>;
 template <class X = void>
 recurrence_gradients(detail::any, detail::any = {}, detail::any = {}, detail::any = {}, ...)
     -> recurrence_gradients<detail::refused, sharding<sequential<1>>, 0>;

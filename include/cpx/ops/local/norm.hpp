@@ -224,6 +224,15 @@ struct head_norm {
     std::span<T const> gain() const { return {weight.data(), static_cast<std::size_t>(weight.width())}; }
 };
 
+namespace detail {
+
+template <class X>
+inline constexpr bool is_head_norm = false;
+template <class T>
+inline constexpr bool is_head_norm<head_norm<T>> = true;
+
+} // namespace detail
+
 /// Computes y, of rows in the memory given: the host's, or with `ops/cuda/norm.hpp` a `cuda::memory`. Shapes, overlap
 /// and errors as in `rms_norm` and `gated_rms_norm`.
 template <class T>
@@ -232,6 +241,13 @@ void normalise(host_memory, head_norm<T> const& n, std::type_identity_t<rows<T>>
         gated_rms_norm<T>(n.x, n.z, n.gain(), n.eps, y, here);
     else
         rms_norm<T>(n.x, n.gain(), n.eps, n.gain_offset, y, here);
+}
+template <class M, class X>
+    requires(!detail::is_head_norm<X>)
+detail::refused normalise(M const&, X const&, detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<X>, "cpx: normalise(memory, norm, y) wants a memory, a head_norm<T>{x, z, weight, eps, "
+                                    "gain_offset}, and rows of T to write; of a tensor its data()");
+    return {};
 }
 /// Computes the gradients of x and, with z, of z, and adds to each row of `terms` what that row adds to the weight's.
 /// terms: (rows, channels of a head); all else as in `rms_norm_backward` and `gated_rms_norm_backward`.
