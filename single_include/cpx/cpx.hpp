@@ -5301,10 +5301,16 @@ template <class From, class To>
 constexpr auto routes(From const&, To const&) {
     constexpr bool known = static_layout<From> && static_layout<To>; // said here: a level less to read
     static_assert(known, "cpx: routes between layouts that are known at run time only; give sizes in types: zigzag<4>");
-    if constexpr (known)
-        return routes<From, To>();
-    else
+    if constexpr (known) {
+        constexpr bool alike = From{}.ranks() == To{}.ranks();
+        static_assert(alike, "cpx: routes between layouts over different numbers of ranks; give both the same ranks");
+        if constexpr (alike)
+            return routes<From, To>();
+        else
+            return std::array<route, 0>{};
+    } else {
         return std::array<route, 0>{};
+    }
 }
 
 /// Returns how many messages one exchange between the layouts takes in all: the pairs of ranks between which cells

@@ -46,7 +46,11 @@ public:
         : expert_exchange(checked(chosen, experts, places, comm, here), comm, here) {}
     template <class X = void>
     explicit expert_exchange(detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {})
-        : expert_exchange(unfit<X>()) {}
+        : expert_exchange(detail::lacking<expert_exchange const&>()) {
+        static_assert(detail::never<X>,
+                      "cpx: expert_exchange(chosen, experts, places, comm) wants rows of index_t, the number of "
+                      "experts, the tokens' global_rows and a cpx::transport; take rows with view() or data()");
+    }
 
     /// Brings together what `at` has in several groups of ranks: all rows of an expert to one of the ranks of `comm`,
     /// of which there may be more than experts. For sums in the order of the batch.
@@ -118,13 +122,6 @@ public:
     }
 
 private:
-    template <class X>
-    static expert_exchange const& unfit() {
-        static_assert(detail::never<X>,
-                      "cpx: expert_exchange(chosen, experts, places, comm) wants rows of index_t, the number of "
-                      "experts, the tokens' global_rows and a cpx::transport; take rows with view() or data()");
-        throw;
-    }
     static expert_rows_in<M> checked(rows<index_t const> chosen, index_t experts, std::span<index_t const> places,
                                      Comm const& comm, caller here) {
         char const* const where = "expert_exchange";
