@@ -137,14 +137,9 @@ struct gated_delta_mixer {
             newest = row_buffer<T, M>(x.memory(), state.conv.count(), state.conv.width(), here);
             copy(state.conv, newest.view());
         }
-        convolution<T, S, M> const of_qkv{before,
-                                          x.columns(0, widths.qkv()),
-                                          conv.view(),
-                                          bias,
-                                          activation::silu,
-                                          mixed.view(),
-                                          {state.conv, newest.view()},
-                                          where};
+        convolution<T, S, M> const of_qkv{
+            before,       x.columns(0, widths.qkv()),  conv.view(), bias, activation::silu,
+            mixed.view(), {state.conv, newest.view()}, where};
         convolve(of_qkv, by.comm, here);
         by.ended(before, widths.qkv());
 
