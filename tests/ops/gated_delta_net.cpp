@@ -7,7 +7,10 @@
 #include <ops/reference.hpp>
 #include <support/rejects.hpp>
 
+#include <algorithm>
+#include <atomic>
 #include <limits>
+#include <vector>
 
 namespace {
 
@@ -160,6 +163,31 @@ TEST_SUITE("ops") {
             return to;
         });
         CHECK(same_bits(y, expected));
+    }
+
+    TEST_CASE("where ranks do not agree on what comes, the layer leaves the states that it goes on from") {
+        by_tokens const sharding = cpx::shard(lengths({8}), cpx::sequential<>(2));
+        auto const p = random_layer<float>(sharding.batch(), grouped, false, 1);
+        std::atomic<int> written = 0;
+        support::rejects({"gated_delta_net.cpp", ": gated_delta_net: ranks disagree on chunk"}, [&] {
+            cpx::threads::run(2, [&](cpx::threads& comm) {
+                auto config = p.config;
+                config.chunk += comm.rank();
+                cpx::gated_delta_net const net(cpx::carry<cpx::scan>(sharding, comm.rank()), config);
+                std::vector<float> conv(static_cast<std::size_t>(net.widths().conv), 7.0f),
+                    recurrent(static_cast<std::size_t>(net.widths().recurrent), 7.0f);
+                cpx::tensor<float, by_tokens> x(sharding, comm.rank(), config.hidden);
+                auto const one_row = [](std::vector<float>& v) { return cpx::rows<float>(v.data(), 1, std::ssize(v)); };
+                try {
+                    net(p.view(), x, x, comm, {.state = {one_row(conv), one_row(recurrent)}});
+                } catch (cpx::error const&) {
+                    for (auto const& state : {conv, recurrent})
+                        written += static_cast<int>(std::ssize(state) - std::ranges::count(state, 7.0f));
+                    throw;
+                }
+            });
+        });
+        CHECK(written == 0);
     }
 
     TEST_CASE("the layer rejects what does not fit") {
