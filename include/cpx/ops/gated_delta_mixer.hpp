@@ -129,17 +129,20 @@ struct gated_delta_mixer {
                    dt_bias = held<T>(false, w.dt_bias, x.memory(), here);
         auto mixed = made<T>(x.memory(), widths.qkv(), here);
         std::span<T const> const bias;
-        row_buffer<T, M> newest; // rows for the state, which stays as it is if ranks do not agree on what comes
+        row_buffer<T, M> newest; // where ranks meet, for the state stays if they do not agree on what comes
         auto const copy = [&](rows<T const> from, rows<T> to) {
             for_each_element(x.memory(), to.count(), to.width(), rowwise::copy<T>{from, to}, here);
         };
-        if (state.conv.data()) {
-            newest = row_buffer<T, M>(x.memory(), state.conv.count(), state.conv.width(), here);
-            copy(state.conv, newest.view());
+        rows<T> ends = state.conv;
+        bool const meet = ends.data() && !S::every_row && states.steps > 0;
+        if (meet) {
+            newest = row_buffer<T, M>(x.memory(), ends.count(), ends.width(), here);
+            copy(ends, newest.view());
+            ends = newest.view();
         }
+        causal_conv1d_states<T> const states_of{state.conv, ends};
         convolution<T, S, M> const of_qkv{
-            before,       x.columns(0, widths.qkv()),  conv.view(), bias, activation::silu,
-            mixed.view(), {state.conv, newest.view()}, where};
+            before, x.columns(0, widths.qkv()), conv.view(), bias, activation::silu, mixed.view(), states_of, where};
         convolve(of_qkv, by.comm, here);
         by.ended(before, widths.qkv());
 
@@ -152,7 +155,7 @@ struct gated_delta_mixer {
         auto t = tensors(mixed.view(), gates.view(), o, saved ? &saved->states : nullptr);
         t.initial = t.final = state.recurrent;
         run_delta_rule(states, model(where), t, by.carrier(), here);
-        if (state.conv.data()) copy(newest.view(), state.conv);
+        if (meet) copy(newest.view(), state.conv);
         by.ended_states(states, state_shape{widths.values, config.heads.key_dim, config.heads.value_dim});
         if (!saved) return;
         saved->mixed = std::move(mixed);
