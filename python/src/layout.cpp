@@ -266,7 +266,11 @@ Made by shard, head_sharded, replicated and piecewise. Immutable; equal if layou
              [](any_layout const& a, nb::object b) {
                  return nb::isinstance<any_layout>(b) && a == nb::cast<any_layout const&>(b);
              })
-        .def("__hash__", [](any_layout const& s) { return static_cast<std::int64_t>(s.batch().hash() >> 2); })
+        .def("__hash__",
+             [](any_layout const& s) { // other for each sharding of one batch: a dictionary compares those that are alike
+                 auto const own = s.visit([](auto const& of) { return of.end().hash; });
+                 return static_cast<std::int64_t>(cpx::detail::mix(s.batch().hash(), own) >> 2);
+             })
         .def("__repr__", [](any_layout const& s) {
             return "cpx.Sharding(" + s.text() + ", " + std::to_string(s.batch().sequences()) + " sequences, " +
                    std::to_string(s.batch().tokens()) + " tokens)";

@@ -71,6 +71,13 @@ auto with_real(any_tokens const& s, F&& f) {
     return f(s);
 }
 
+/// Returns how many segments have others before and behind.
+index_t inner_segments(carry_value const& c) {
+    return visit_plan(c, [](auto const& p, auto&) {
+        return std::ranges::count_if(p.links, [](auto const& l) { return l.map_row >= 0; });
+    });
+}
+
 index_t columns_in(cpx::message const& m, index_t width) { return m.columns.empty() ? width : cpx::total(m.columns); }
 
 /// Returns (W, W): what each rank holds and each rank needs, `of(message)` of every message.
@@ -118,18 +125,14 @@ void bind_messages(nb::class_<V>& c, F plan_of, G whole_of) {
 } // namespace
 
 relayout_value relayout_between(any_layout const& from, any_layout const& to, int rank) {
-    relayout_value r{{}, from, to, false};
-    std::visit(
-        [&]<class A, class B>(A const& a, B const& b) {
-            if constexpr (std::same_as<A, any_tokens> && std::same_as<B, any_tokens>) {
-                r.plan = without_messages(a, b, rank);
-                r.late = std::make_shared<late_plan const>([a, b, rank] { return by_tokens(a, b, rank); });
-            } else {
-                r.plan = cpx::relayout(a, b, rank);
-            }
+    return std::visit(
+        [&]<class A, class B>(A const& a, B const& b) -> relayout_value {
+            if constexpr (std::same_as<A, any_tokens> && std::same_as<B, any_tokens>)
+                return {without_messages(a, b, rank), from, to, false, std::make_shared<late_plan const>(by_tokens)};
+            else
+                return {cpx::relayout(a, b, rank), from, to};
         },
         from.real, to.real);
-    return r;
 }
 
 halo_value halo_of(any_layout const& sharding, int rank, index_t reach, cpx::side where) {
@@ -172,12 +175,17 @@ At most one message a peer; rows that stay are copied once.)");
         .def_prop_ro(
             "target", [](relayout_value const& r) { return r.to; }, "The sharding to which it leads.")
         .def(
+            "_sizes",
+            [](relayout_value const& r) {
+                cpx::plan const& p = r.plan;
+                return std::tuple(p.rank, p.ranks(), p.source_rows, p.target_rows, p.source_width, p.target_width);
+            },
+            "Returns rank, ranks, source_rows, target_rows, source_width and target_width, in one call.")
+        .def(
             "transposed",
             [](relayout_value const& r) {
                 relayout_value back{r.plan.transposed(), r.to, r.from, !r.back};
-                if (r.late)
-                    back.late =
-                        std::make_shared<late_plan const>([late = r.late] { return late->made().transposed(); });
+                if (r.late) back.late = std::make_shared<late_plan const>(r.late->list(), r.late);
                 return back;
             },
             "Returns the plan that moves everything back: the backward of this one.")
@@ -228,7 +236,15 @@ Any pair of shardings of one batch. Pure: no communication; every rank makes its
                 return visit_plan(
                     h, [](auto const& p, auto&) { return p.where == cpx::side::before ? "before" : "after"; });
             },
-            "\"before\" or \"after\" the segment.");
+            "\"before\" or \"after\" the segment.")
+        .def(
+            "_sizes",
+            [](halo_value const& h) {
+                return visit_plan(h, [](auto const& p, auto&) {
+                    return std::tuple(p.rank, p.ranks(), p.reach, p.where == cpx::side::before ? "before" : "after");
+                });
+            },
+            "Returns rank, ranks, reach and side, in one call.");
     m.def(
         "halo",
         [](any_layout const& s, int rank, index_t reach, std::string_view side) {
@@ -257,13 +273,18 @@ Any pair of shardings of one batch. Pure: no communication; every rank makes its
             },
             "How many segments the rank has: rows of saved states.")
         .def_prop_ro(
-            "maps",
+            "maps", inner_segments, "How many of them have others before and behind: rows of saved maps, of a scan.")
+        .def(
+            "_sizes",
             [](carry_value const& c) {
-                return visit_plan(c, [](auto const& p, auto&) {
-                    return std::ranges::count_if(p.links, [](auto const& l) { return l.map_row >= 0; });
+                return visit_plan(c, [&](auto const& p, auto const& s) {
+                    bool const scans = !c.serial && !s.every_row;
+                    return std::tuple(p.rank, std::ssize(p.segments), p.batch.sequences(), s.rows(p.rank),
+                                      scans ? inner_segments(c) : 0, !s.sections().empty());
                 });
             },
-            "How many of them have others before and behind: rows of saved maps, of a scan.");
+            "Returns of the rank: its number, segments, sequences of the batch, rows, saved maps, and whether it holds "
+            "its share of sections.");
     m.def(
         "carry",
         [](any_layout const& s, int rank, std::string_view how) {

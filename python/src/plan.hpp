@@ -7,26 +7,32 @@
 #include <cpx/plan/halo.hpp>
 #include <cpx/plan/relayout.hpp>
 
-#include <functional>
 #include <memory>
 #include <mutex>
 #include <utility>
 
 namespace binding {
 
-/// A plan whose messages are listed when they are first asked for.
+/// The plan of a relayout with its messages, which are listed when they are first asked for.
 class late_plan {
 public:
-    explicit late_plan(std::function<cpx::plan()> list) : list_(std::move(list)) {}
-    cpx::plan const& made() const {
-        std::call_once(asked_, [this] { made_ = list_(); });
-        return made_;
+    using maker = cpx::plan(any_tokens const& from, any_tokens const& to, int rank);
+    /// `back`: of what moves everything back, if this is transposed.
+    explicit late_plan(maker* list, std::shared_ptr<late_plan const> back = {}) : list_(list), back_(std::move(back)) {}
+    cpx::plan const& made(any_tokens const& from, any_tokens const& to, int rank) const {
+        std::call_once(asked_, [&] {
+            made_ = std::make_unique<cpx::plan const>(back_ ? back_->made(to, from, rank).transposed()
+                                                            : list_(from, to, rank));
+        });
+        return *made_;
     }
+    maker* list() const { return list_; }
 
 private:
-    std::function<cpx::plan()> list_;
+    maker* list_;
+    std::shared_ptr<late_plan const> back_;
     mutable std::once_flag asked_;
-    mutable cpx::plan made_;
+    mutable std::unique_ptr<cpx::plan const> made_;
 };
 
 /// A relayout between two shardings, for one rank.
@@ -37,7 +43,9 @@ struct relayout_value {
     std::shared_ptr<late_plan const> late = {};
 
     /// Returns the plan with its messages, which a kernel that moves rows by shardings does not ask for.
-    cpx::plan const& whole() const { return late ? late->made() : plan; }
+    cpx::plan const& whole() const {
+        return late ? late->made(std::get<any_tokens>(from.real), std::get<any_tokens>(to.real), plan.rank) : plan;
+    }
 };
 
 /// The rows beside a rank's segments.

@@ -3,14 +3,14 @@
 #pragma once
 
 #include <cpx/layout/head_sharded.hpp>
+#include <cpx/layout/table.hpp>
 #include <cpx/plan/carry.hpp>
 
 #include <atomic>
 #include <functional>
 #include <memory>
-#include <mutex>
-#include <optional>
 #include <string>
+#include <typeinfo>
 #include <utility>
 #include <variant>
 #include <vector>
@@ -31,6 +31,7 @@ struct chunk_list {
 
     int chunks() const { return static_cast<int>(owners.size()); }
     int owner(int chunk) const { return owners[static_cast<std::size_t>(chunk)]; }
+    friend bool operator==(chunk_list const&, chunk_list const&) = default;
 };
 
 /// A sharding that asks a real one behind it. `EveryRow`: whether every rank holds every row.
@@ -73,6 +74,20 @@ public:
     {
         return real_->chunks;
     }
+    /// See `cpx::detail::with_lanes`: of one layout that cuts each sequence.
+    template <class F>
+    void with_lanes(F&& f) const
+        requires(!EveryRow)
+    {
+        chunk_list const& of = real_->chunks;
+        if (!of.of_batch && of.chunks() > 0 && of.first == of.chunks()) f(cpx::table(ranks(), of.owners), of.unit);
+    }
+    /// See `cpx::detail::cut_alike`: of such layouts.
+    bool cut_alike(any_of const& other) const
+        requires(!EveryRow)
+    {
+        return ranks() == other.ranks() && real_->chunks == other.real_->chunks;
+    }
     /// Returns how a user would write it: "zigzag(4) over sequence".
     std::string const& text() const { return real_->text; }
     /// See `cpx::is_exact`.
@@ -80,16 +95,18 @@ public:
     /// Returns the sharding behind it if it is an `S`, else null.
     template <class S>
     S const* get() const {
-        auto const* const as = dynamic_cast<model<S> const*>(real_.get());
-        return as ? &as->sharding : nullptr;
+        return real_->type == typeid(S) ? &static_cast<model<S> const&>(*real_).sharding : nullptr;
     }
     /// Returns what identities of plans say of the sharding behind it, under its text as its name.
-    cpx::detail::identity_end const& end() const { return real_->end(); }
+    cpx::detail::identity_end const& end() const { return real_->end; }
 
 private:
     struct base {
-        base(std::string what, chunk_list of_run, int ranks)
-            : text(std::move(what)), chunks(std::move(of_run)), rows_known(static_cast<std::size_t>(ranks)) {}
+        base(std::type_info const& of, std::string what, chunk_list of_run, int ranks,
+             cpx::detail::identity_end const& real)
+            : type(of), text(std::move(what)), end{text, real.hash, real.text, real.all}, chunks(std::move(of_run)),
+              rows_known(static_cast<std::size_t>(ranks)) {}
+        base(base const&) = delete; // `end` refers to `text`
         virtual ~base() = default;
         virtual bool equals(base const& other) const = 0;
         virtual int ranks() const = 0;
@@ -100,9 +117,10 @@ private:
         virtual void pieces(int rank, std::function<void(range)> const& f) const = 0;
         virtual void holders(range rows, index_t& run, std::function<void(int, range)> const& f) const = 0;
         virtual bool exact(bool serial, index_t chunk) const = 0;
-        virtual cpx::detail::identity_end const& end() const = 0;
-        std::string text;
-        chunk_list chunks;
+        std::type_info const& type; ///< of the sharding
+        std::string const text;
+        cpx::detail::identity_end const end;
+        chunk_list const chunks;
         mutable std::vector<std::atomic<index_t>> rows_known; ///< of each rank and one more, 0: not counted yet
     };
     template <class S>
@@ -129,10 +147,11 @@ private:
     }
     template <class S>
     struct model final : base {
-        model(S s, std::string what) : base(std::move(what), chunks_of(s), s.ranks()), sharding(std::move(s)) {}
+        model(S s, std::string what)
+            : base(typeid(S), std::move(what), chunks_of(s), s.ranks(), cpx::detail::end_of(s)),
+              sharding(std::move(s)) {}
         bool equals(base const& other) const override {
-            auto const* const same = dynamic_cast<model const*>(&other);
-            return same && same->sharding == sharding;
+            return other.type == this->type && static_cast<model const&>(other).sharding == sharding;
         }
         int ranks() const override { return sharding.ranks(); }
         cpx::thd const& batch() const override { return sharding.batch(); }
@@ -146,18 +165,7 @@ private:
         bool exact(bool serial, index_t chunk) const override {
             return serial ? cpx::is_exact<cpx::serial>(sharding, chunk) : cpx::is_exact<cpx::scan>(sharding, chunk);
         }
-        cpx::detail::identity_end const& end() const override {
-            std::call_once(asked_, [&] {
-                auto const real = cpx::detail::end_of(sharding);
-                end_.emplace(cpx::detail::identity_end{this->text, real.hash, real.text, real.all});
-            });
-            return *end_;
-        }
         S sharding;
-
-    private:
-        mutable std::once_flag asked_;
-        mutable std::optional<cpx::detail::identity_end> end_;
     };
     std::shared_ptr<base const> real_;
 };

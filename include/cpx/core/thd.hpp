@@ -54,7 +54,7 @@ struct listed_tokens {
 class thd {
 public:
     /// An empty batch.
-    thd() : thd(std::vector<index_t>{0}) {}
+    thd() : data_(none()) {}
 
     /// Takes offsets and, if there is padding, the valid length of every sequence. Batches without padding are equal,
     /// with valid lengths or without.
@@ -210,6 +210,11 @@ private:
         std::vector<index_t> offsets, valid;
         std::uint64_t hash;
     };
+    /// Returns the data of empty batches, of which plans are made that get another: one for all.
+    static std::shared_ptr<lengths const> const& none() {
+        static auto const data = thd(std::vector<index_t>{0}).data_;
+        return data;
+    }
     static std::vector<index_t> numbers(char const* where, char const* what, integers auto const& list, caller here) {
         std::vector<index_t> result;
         for (auto const number : list) {

@@ -178,11 +178,12 @@ struct moved<halo_plan<S>> : moved_at_once<halo_plan<S>> {
     }
     static bool mirrors(plan_type const&) { return false; }
     static std::vector<lane_plan> lanes(plan_type const& p, index_t, bool back) {
-        if constexpr (in_lanes<S>) {
-            auto list = halo_lanes(p.sharding.policy(), unit_of(p.sharding), p.rank, p.reach, p.where == side::before);
-            return {back ? list.transposed(flow::sums) : std::move(list)};
-        }
-        return {};
+        std::vector<lane_plan> list;
+        with_lanes(p.sharding, [&](auto const& layout, int unit) {
+            list.push_back(halo_lanes(layout, unit, p.rank, p.reach, p.where == side::before));
+            if (back) list.back() = list.back().transposed(flow::sums);
+        });
+        return list;
     }
     static movement_room room(plan_type const& p, index_t width, capacity const& most, caller here) {
         index_t const rows = most_beside(p.sharding, p.reach, most, here);
@@ -202,14 +203,16 @@ struct moved<carry_plan<How, S>> {
     }
     static bool mirrors(plan_type const&) { return !scans; } // maps are not the same from both sides
     static std::vector<lane_plan> lanes(plan_type const& p, carry_widths width, bool back) {
-        if constexpr (in_lanes<S> && scans) {
-            index_t const row = row_width(width);
-            return scan_lanes(p.sharding.policy(), unit_of(p.sharding), p.rank, bounded(width.state / row),
-                              bounded(width.map / row), back);
-        } else if constexpr (in_lanes<S>) {
-            return state_lanes(p.sharding.policy(), unit_of(p.sharding), p.rank, back);
-        }
-        return {};
+        std::vector<lane_plan> list;
+        with_lanes(p.sharding, [&](auto const& layout, int unit) {
+            if constexpr (scans) {
+                index_t const row = row_width(width);
+                list = scan_lanes(layout, unit, p.rank, bounded(width.state / row), bounded(width.map / row), back);
+            } else {
+                list = state_lanes(layout, unit, p.rank, back);
+            }
+        });
+        return list;
     }
     template <class F>
     static auto exchanges(plan_type const& p, carry_widths width, bool back, F&& f) {

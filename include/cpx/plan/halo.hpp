@@ -47,8 +47,22 @@ struct placed_range {
     index_t local = 0;
 };
 
+/// The rows of a rank's segments.
+struct own_ranges {
+    thd const& batch;
+    std::vector<segment> const& segments;
+
+    std::size_t size() const { return segments.size(); }
+    placed_range operator[](std::size_t i) const {
+        segment const& s = segments[i];
+        index_t const first = batch.offset(s.sequence) + s.token;
+        return {{first, first + s.count}, s.row};
+    }
+};
+
 /// Returns the range that holds global row `row`, among ranges that ascend.
-inline placed_range const& find(std::vector<placed_range> const& ranges, index_t row) {
+template <class Ranges>
+placed_range find(Ranges const& ranges, index_t row) {
     auto const first = [&](std::size_t i) { return ranges[i].rows.first; };
     return ranges[last_at_or_before(row, ranges.size(), first)];
 }
@@ -62,17 +76,17 @@ range beside(halo_plan<S> const& p, range rows, index_t sequence, side which) {
     return {rows.last, std::min(batch.offset(sequence + 1), rows.last + reach)};
 }
 
-/// Returns what the rank needs, whose segments are `own`, and writes down where it will find it.
+/// Returns what the rank needs, and writes down where it will find it.
 template <any_sharding S>
-std::vector<message> take_beside(halo_plan<S>& p, std::vector<placed_range> const& own) {
+std::vector<message> take_beside(halo_plan<S>& p) {
+    own_ranges const own{p.batch, p.segments};
     std::vector<placed_range> foreign; // windows ascend, so the last row of these tells what is on its way already
     index_t hint = 0;
-    message_list receives(p.sharding.ranks());
+    message_list receives(p.sharding.ranks(), p.segments.size());
     for (std::size_t i = 0; i < p.segments.size(); ++i) {
         range const window = beside(p, own[i].rows, p.segments[i].sequence, p.where);
         if (!window.empty() && !S::every_row) // where every rank holds every row, segments are whole sequences
             p.sharding.for_each_holder(window, hint, [&](int holder, range held) {
-                auto const& places = holder == p.rank ? own : foreign;
                 if (holder != p.rank) {
                     index_t const covered =
                         foreign.empty() ? held.first : std::max(held.first, foreign.back().rows.last);
@@ -84,7 +98,7 @@ std::vector<message> take_beside(halo_plan<S>& p, std::vector<placed_range> cons
                     }
                 }
                 while (!held.empty()) {
-                    auto const& place = find(places, held.first);
+                    auto const place = holder == p.rank ? find(own, held.first) : find(foreign, held.first);
                     range const known = intersect(held, place.rows);
                     p.runs.push_back({holder != p.rank, place.local + known.first - place.rows.first, known.size()});
                     held.first = known.last;
@@ -97,10 +111,11 @@ std::vector<message> take_beside(halo_plan<S>& p, std::vector<placed_range> cons
 
 /// Returns what others need of the rank: its rows beside a segment of theirs that lies within reach, on the other side.
 template <any_sharding S>
-std::vector<message> give_beside(halo_plan<S> const& p, std::vector<placed_range> const& own) {
+std::vector<message> give_beside(halo_plan<S> const& p) {
+    own_ranges const own{p.batch, p.segments};
     side const other = p.where == side::before ? side::after : side::before;
     index_t hint = 0;
-    message_list sends(p.sharding.ranks());
+    message_list sends(p.sharding.ranks(), p.segments.size());
     for (std::size_t i = 0; i < p.segments.size(); ++i) {
         range const mine = own[i].rows;
         index_t const sequence = p.segments[i].sequence;
@@ -152,17 +167,11 @@ halo_plan<S> halo(S const& sharding, int rank, index_t reach, side where = side:
     p.kind = flow::copies;
     p.local = S::every_row;
 
-    std::vector<detail::placed_range> own;
-    own.reserve(p.segments.size());
     p.begin.reserve(p.segments.size() + 1);
     p.runs.reserve(p.segments.size());
-    for (segment const& s : p.segments) {
-        index_t const first = batch.offset(s.sequence) + s.token;
-        own.push_back({{first, first + s.count}, s.row});
-        p.source_rows += s.count;
-    }
-    p.receives = detail::take_beside(p, own);
-    p.sends = detail::give_beside(p, own);
+    if (!p.segments.empty()) p.source_rows = p.segments.back().row + p.segments.back().count;
+    p.receives = detail::take_beside(p);
+    p.sends = detail::give_beside(p);
     return p;
 }
 template <class X = detail::any>

@@ -102,7 +102,17 @@ int unit_of(S const& s) {
     if constexpr (requires { s.cut().unit(); }) return s.cut().unit();
     return 1;
 }
-/// Returns whether two shardings cut alike, or share alike, whatever their batches.
+/// Calls `f(layout, unit)` if lanes tell what is beside the segments of a sharding; one that stands for another, whose
+/// type does not say so, has a member of this name.
+template <class S, class F>
+void with_lanes(S const& s, F&& f) {
+    if constexpr (in_lanes<S>)
+        f(s.policy(), unit_of(s));
+    else if constexpr (requires { s.with_lanes(f); })
+        s.with_lanes(f);
+}
+/// Returns whether two shardings cut alike, or share alike, whatever their batches; of those that stand for others by a
+/// member of this name.
 template <class S>
 bool cut_alike(S const& a, S const& b) {
     if constexpr (S::every_row) {
@@ -114,6 +124,8 @@ bool cut_alike(S const& a, S const& b) {
     } else if constexpr (in_cells<S>) {
         if constexpr (std::equality_comparable<typename S::layout_type>)
             return a.policy() == b.policy() && a.cut() == b.cut();
+    } else if constexpr (requires { a.cut_alike(b); }) {
+        return a.cut_alike(b);
     }
     return false;
 }

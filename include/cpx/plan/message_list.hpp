@@ -27,10 +27,15 @@ struct joined_rows {
 /// The sends, or the receives, of one rank while its plan is made.
 class message_list {
 public:
-    explicit message_list(int ranks) : entries_(static_cast<std::size_t>(ranks)) {}
+    /// `runs`: for how many of a message memory is taken at once.
+    explicit message_list(int ranks, std::size_t runs = 0) : entries_(static_cast<std::size_t>(ranks)), runs_(runs) {}
 
     /// Adds rows to the message to or from `peer`.
-    void add(int peer, index_t first, range rows) { entries_[static_cast<std::size_t>(peer)].add(first, rows); }
+    void add(int peer, index_t first, range rows) {
+        joined_rows& to = entries_[static_cast<std::size_t>(peer)];
+        if (to.runs.empty()) to.runs.reserve(runs_);
+        to.add(first, rows);
+    }
 
     /// Returns one past the last global row added for `peer`.
     index_t end(int peer) const { return entries_[static_cast<std::size_t>(peer)].end; }
@@ -46,6 +51,7 @@ public:
 
 private:
     std::vector<joined_rows> entries_;
+    std::size_t runs_;
 };
 
 } // namespace cpx::detail

@@ -30,10 +30,9 @@ std::vector<segment> segments(S const& s, int rank, caller here = caller::here()
     detail::require_rank("segments", rank, s.ranks(), here);
     std::vector<segment> list;
     thd const& batch = s.batch();
-    auto const all = pieces(s, rank);
-    list.reserve(all.size());
+    list.reserve(static_cast<std::size_t>(batch.sequences()));
     index_t row = 0, sequence = 0;
-    for (range piece : all)
+    s.for_each_piece(rank, [&](range piece) {
         while (!piece.empty()) {
             while (batch.offset(sequence + 1) <= piece.first) ++sequence;
             range const common = intersect(piece, {batch.offset(sequence), batch.offset(sequence + 1)});
@@ -45,6 +44,7 @@ std::vector<segment> segments(S const& s, int rank, caller here = caller::here()
             row += common.size();
             piece.first = common.last;
         }
+    });
     return list;
 }
 template <class X = detail::any>

@@ -28,6 +28,7 @@ _handles = itertools.count(1)
 
 Plan = TypeVar("Plan")
 cached_plans = 256  # of one communicator: more than one step uses, with plans of the steps before
+dropped_plans = 64  # of them, the oldest, at once: one by one each would be dropped by code that no cache has
 
 
 class _Held:
@@ -37,7 +38,11 @@ class _Held:
 
     def __init__(self, of: object) -> None:
         self.of = of
-        self.handle: int = _handle_of(self)
+        self.handle: int = next(_handles)
+        _objects[self.handle] = weakref.ref(self)
+
+    def __del__(self, known: dict[int, Any] = _objects) -> None:  # costs less than a function for each reference
+        known.pop(self.handle, None)
 
 
 def _handle_of(thing):
@@ -102,7 +107,8 @@ class Communicator:
         if found is None:
             found = self._plans[at] = kind(*key)
             if len(self._plans) > cached_plans:
-                self._plans.popitem(last=False)
+                for _ in range(dropped_plans):
+                    self._plans.popitem(last=False)
         else:
             self._plans.move_to_end(at)
         return found
@@ -127,9 +133,9 @@ class Relayout(_Held):
 
     def __init__(self, of: _ext.Relayout, back: _ext.Relayout | None = None) -> None:
         super().__init__(of)
-        self.rank, self.ranks = of.rank, of.ranks
-        self.source_rows, self.target_rows = of.source_rows, of.target_rows
-        self.source_width, self.target_width = of.source_width, of.target_width
+        (
+            self.rank, self.ranks, self.source_rows, self.target_rows, self.source_width, self.target_width
+        ) = of._sizes()
         self._back = back
 
     @property
@@ -155,7 +161,7 @@ class Halo(_Held):
 
     def __init__(self, of: _ext.Halo) -> None:
         super().__init__(of)
-        self.rank, self.ranks, self.reach, self.side = of.rank, of.ranks, of.reach, of.side
+        self.rank, self.ranks, self.reach, self.side = of._sizes()
         self._back: _ext.Halo | None = None
 
     @property
@@ -181,18 +187,14 @@ class Carry(_Held):
 
     def __init__(self, of: _ext.Carry, heads: Sequence[int] | None = None) -> None:
         super().__init__(of)
-        sharding = of.sharding
-        self.rank, self.segments, self.sequences = of.rank, of.segments, sharding.batch.sequences
-        self.chunks = sharding.rows(self.rank) // 64 + 2 * self.segments  # at most, of 64 tokens
-        self.maps = of.maps if of.how == "scan" and not sharding.every_row else 0
-        self.heads, self.value_heads = None, 0
+        self.rank, self.segments, self.sequences, rows, self.maps, has_sections = of._sizes()
+        self.chunks = rows // 64 + 2 * self.segments  # at most, of 64 tokens
+        self.heads, self.value_heads = None, -1 if has_sections else 0
         if heads is not None:
             require(len(heads) == 4, "carry", "heads", "Heads(key_heads, value_heads, key_dim, value_dim)", heads)
             self.heads = tuple(int(n) for n in heads)
-            first, last = sharding.heads(self.rank, self.heads[1])
+            first, last = of.sharding.heads(self.rank, self.heads[1])
             self.value_heads = last - first
-        elif sharding.sections:
-            self.value_heads = -1
 
 
 class Attention(_Held):
@@ -290,13 +292,16 @@ def carry(
     return comm.plan(_carry, sharding, comm.rank, how, None if heads is None else tuple(heads))
 
 
+# By the extension itself: of wrong arguments the functions above tell.
+
+
 def _relayout(source, target, rank):
-    return Relayout(cpx.relayout(source, target, rank))
+    return Relayout(_ext.relayout(source, target, rank))
 
 
 def _halo(sharding, rank, reach, side):
-    return Halo(cpx.halo(sharding, rank, reach, side))
+    return Halo(_ext.halo(sharding, rank, reach, side))
 
 
 def _carry(sharding, rank, how, heads):
-    return Carry(cpx.carry(sharding, rank, how), heads)
+    return Carry(_ext.carry(sharding, rank, how), heads)

@@ -36,8 +36,21 @@ bool computed(relayout_value const& plan) {
     return plan.from.visit(known) && plan.to.visit(known);
 }
 
-/// The bytes of the largest target of any rank. The same on all ranks.
+/// Whether a plan and that the other way are prepared together: rows move whole and none is copied. The same on all
+/// ranks.
+bool both_ways(relayout_value const& plan) {
+    return plan.plan.kind == cpx::flow::moves && !plan.from.every_row() && !plan.to.every_row();
+}
+
+/// The bytes of the largest target of any rank, both ways if these are prepared together. The same on all ranks.
 cpx::index_t target_bytes(relayout_value const& plan, cpx::index_t width, cpx::index_t element) {
+    if (both_ways(plan)) {
+        cpx::index_t rows = 0;
+        for (int r = 0; r < plan.from.ranks(); ++r)
+            for (any_layout const* const s : {&plan.from, &plan.to})
+                rows = std::max(rows, s->visit([r](auto const& of) { return of.rows(r); }));
+        return rows * width * element;
+    }
     auto const first = plan.from.visit([](auto const& s) { return s.sections(); });
     auto const sections = first.empty() ? plan.to.visit([](auto const& s) { return s.sections(); }) : first;
     return plan.to.visit([&](auto const& to) {
@@ -117,29 +130,33 @@ void run(char const* where, device_group& g, relayout_value const& plan, cpx::ro
     auto const most = [&] { return target_bytes(plan, row, sizeof(T)); };
     if (stores && !p.local && computed(plan) && g.shares(most)) {
         using prepared = window_or_messages<T>;
-        auto const id = p.id.template for_elements<T>(row);
+        bool const both = both_ways(plan);
+        std::uint64_t first = number_of(plan.from.text()), second = number_of(plan.to.text());
+        bool const way = both && first > second; // the other than that by which both are known
+        if (way) std::swap(first, second);
+        auto const known = way ? p.id.transposed(true) : p.id;
         std::optional<cpx::capacity> asked;
         auto const prepare = [&](prepared& made) {
+            auto const id = known.template for_elements<T>(row);
             made.by_window = has_tables(plan, made.sequences) && g.has_room(most());
             if (made.by_window) {
                 if (!made.stored) {
-                    cuda::detail::agree(g.nccl(), id, p, cpx::caller::here());
-                    made.stored = std::make_unique<window_move<bits_of<T>>>(plan, row, g, made.sequences);
+                    cuda::detail::agree(g.nccl(), p.id.template for_elements<T>(row), p, cpx::caller::here());
+                    made.stored = std::make_unique<window_move<bits_of<T>>>(plan, row, g, made.sequences, way, both);
                 }
                 auto const print = cpx::detail::mix(0, id.fingerprint());
-                made.stored->set(plan, static_cast<std::uint32_t>(print ^ print >> 32), comm.stream());
-            } else if (made.sent) {
-                made.sent->set({&plan.whole(), 1}, comm.stream());
-            } else {
-                cuda::exchange_options const of{.room = asked ? room(*asked) : std::nullopt};
-                made.sent = std::make_unique<cuda::exchange<T>>(plan.whole(), row, g.nccl(), of);
+                made.stored->set(plan, static_cast<std::uint32_t>(print ^ print >> 32), way, comm.stream());
+                return;
             }
+            cpx::plan const next = way ? plan.whole().transposed() : plan.whole();
+            if (made.sent) return made.sent->set({&next, 1}, comm.stream());
+            cuda::exchange_options const of{.room = asked ? room(*asked) : std::nullopt};
+            made.sent = std::make_unique<cuda::exchange<T>>(next, row, g.nccl(), of);
         };
         auto& by = g.find<prepared>(
             where,
-            {number_of(plan.from.text()), number_of(plan.to.text()), std::uint64_t{3} + plan.back,
-             static_cast<std::uint64_t>(row)},
-            p.id.fingerprint(), need,
+            {first, second, std::uint64_t{3} + (plan.back && !both), static_cast<std::uint64_t>(row)},
+            known.fingerprint(), need,
             [&](cpx::capacity const& most) {
                 asked = most;
                 auto made = std::make_unique<prepared>();
@@ -148,10 +165,10 @@ void run(char const* where, device_group& g, relayout_value const& plan, cpx::ro
                 return made;
             },
             prepare);
-        if (!by.by_window) return (*by.sent)(from, to, comm.stream());
+        if (!by.by_window) return (*by.sent)(from, to, comm.stream(), 0, way);
         cpx::detail::check_buffers("cuda::exchange", from, {p.source_rows, p.source_width ? p.source_width : row}, to,
                                    {p.target_rows, p.target_width ? p.target_width : row}, cpx::caller::here());
-        if (to.width() > 0) (*by.stored)(bits_in(from), bits_in(to), comm.stream());
+        if (to.width() > 0) (*by.stored)(bits_in(from), bits_in(to), way, comm.stream());
         return;
     }
     using prepared = cuda::exchange<T>;

@@ -64,25 +64,36 @@ inline auto device_side(any_tokens const& s) {
     return cpx::kernels::any_token_side<few_by_length, cut>{policy, cut(of.unit), of.of_batch};
 }
 
-/// A relayout of elements of T into the group's window, for batches of as many sequences. The group outlives it.
+/// A relayout of elements of T into the group's window, for batches of as many sequences; perhaps both ways, which have
+/// the same offsets. The group outlives it.
 template <class T>
 class window_move {
 public:
-    /// `width`: elements of a row, unless there are sections. Throws `cpx::error` if kernels cannot run the plan.
-    window_move(relayout_value const& plan, index_t width, device_group& g, index_t sequences) : group_(g) {
+    /// `width`: elements of a row, unless there are sections. `way`: 0, or 1 of a plan the other way; `both`: whether
+    /// plans of both will be set. Throws `cpx::error` if kernels cannot run the plan.
+    window_move(relayout_value const& plan, index_t width, device_group& g, index_t sequences, bool way, bool both)
+        : group_(g) {
         plan.from.visit([&](auto const& from) {
-            plan.to.visit([&](auto const& to) { made_.emplace(make(plan.plan, from, to, width)); });
+            plan.to.visit([&](auto const& to) {
+                made_[way].emplace(make(plan.plan, from, to, width));
+                if (both) made_[!way].emplace(make(plan.plan.transposed(), to, from, width));
+            });
         });
         offsets_ = cuda::buffer<index_t>(std::max<index_t>(sequences, 1) + 1);
         cuda::load_write_numbers(cpx::caller::here());
     }
-    /// Moves tensors of a plan between other batches of the same layouts from now on; `print` stands for it.
-    void set(relayout_value const& plan, std::uint32_t print, cudaStream_t stream) {
-        std::visit(
-            [&]<class From, class To>(cuda::relayout<T, From, To>& move) {
-                move.set(std::get<From>(plan.from.real), std::get<To>(plan.to.real), print);
-            },
-            *made_);
+    /// Moves tensors of a plan between other batches of the same layouts from now on; `print` stands for it one way,
+    /// and its complement the other.
+    void set(relayout_value const& plan, std::uint32_t print, bool way, cudaStream_t stream) {
+        for (bool const back : {false, true}) {
+            if (!made_[back]) continue;
+            any_layout const &source = back == way ? plan.from : plan.to, &target = back == way ? plan.to : plan.from;
+            std::visit(
+                [&]<class From, class To>(cuda::relayout<T, From, To>& move) {
+                    move.set(std::get<From>(source.real), std::get<To>(target.real), back ? ~print : print);
+                },
+                *made_[back]);
+        }
         auto const given = plan.from.batch().offsets();
         std::vector<index_t> offsets(given.begin(), given.end());
         offsets.resize(static_cast<std::size_t>(offsets_.size()), offsets.back()); // empty sequences behind them
@@ -90,7 +101,7 @@ public:
     }
     /// Stores this rank's rows into all ranks' targets. One that is not in the window is copied there when rows have
     /// come: no other rank needs to know.
-    void operator()(cpx::rows<T const> from, cpx::rows<T> to, cudaStream_t stream) {
+    void operator()(cpx::rows<T const> from, cpx::rows<T> to, bool way, cudaStream_t stream) {
         auto& window = *group_.shared();
         group_.nccl().begin_call(cpx::caller::here());
         auto const bytes = to.count() * to.width() * static_cast<index_t>(sizeof(T));
@@ -104,7 +115,7 @@ public:
                 move.check_call(from, peers, begin, batch);
                 move(from, peers, begin, batch, stream);
             },
-            *made_);
+            *made_[way]);
         window.begin_call(); // counted once it is enqueued: what was refused was no call
         if (!there && bytes > 0)
             cuda::check(cudaMemcpyAsync(to.data(), window.data() + begin, static_cast<std::size_t>(bytes),
@@ -134,7 +145,7 @@ private:
     }
 
     device_group& group_;
-    std::optional<moves> made_;
+    std::optional<moves> made_[2]; ///< one way, and the other
     cuda::buffer<index_t> offsets_; ///< of the batch, in device memory
     cuda::event done_;              ///< the end of the last call
 };
