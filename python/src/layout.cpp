@@ -267,7 +267,7 @@ Made by shard, head_sharded, replicated and piecewise. Immutable; equal if layou
                  return nb::isinstance<any_layout>(b) && a == nb::cast<any_layout const&>(b);
              })
         .def("__hash__",
-             [](any_layout const& s) { // other for each sharding of one batch: a dictionary compares those that are alike
+             [](any_layout const& s) { // differs between shardings of one batch, which dictionaries need not compare
                  auto const own = s.visit([](auto const& of) { return of.end().hash; });
                  return static_cast<std::int64_t>(cpx::detail::mix(s.batch().hash(), own) >> 2);
              })

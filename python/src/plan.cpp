@@ -272,8 +272,8 @@ Any pair of shardings of one batch. Pure: no communication; every rank makes its
                 return visit_plan(c, [](auto const& p, auto&) { return std::ssize(p.segments); });
             },
             "How many segments the rank has: rows of saved states.")
-        .def_prop_ro(
-            "maps", inner_segments, "How many of them have others before and behind: rows of saved maps, of a scan.")
+        .def_prop_ro("maps", inner_segments,
+                     "How many of them have others before and behind: rows of saved maps, of a scan.")
         .def(
             "_sizes",
             [](carry_value const& c) {

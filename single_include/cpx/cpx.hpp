@@ -1079,7 +1079,7 @@ struct listed_tokens {
 class thd {
 public:
     /// An empty batch.
-    thd() : thd(std::vector<index_t>{0}) {}
+    thd() : data_(none()) {}
 
     /// Takes offsets and, if there is padding, the valid length of every sequence. Batches without padding are equal,
     /// with valid lengths or without.
@@ -1235,6 +1235,11 @@ private:
         std::vector<index_t> offsets, valid;
         std::uint64_t hash;
     };
+    /// Returns the data of empty batches, of which plans are made that get another: one for all.
+    static std::shared_ptr<lengths const> const& none() {
+        static auto const data = thd(std::vector<index_t>{0}).data_;
+        return data;
+    }
     static std::vector<index_t> numbers(char const* where, char const* what, integers auto const& list, caller here) {
         std::vector<index_t> result;
         for (auto const number : list) {
@@ -3993,10 +3998,9 @@ std::vector<segment> segments(S const& s, int rank, caller here = caller::here()
     detail::require_rank("segments", rank, s.ranks(), here);
     std::vector<segment> list;
     thd const& batch = s.batch();
-    auto const all = pieces(s, rank);
-    list.reserve(all.size());
+    list.reserve(static_cast<std::size_t>(batch.sequences()));
     index_t row = 0, sequence = 0;
-    for (range piece : all)
+    s.for_each_piece(rank, [&](range piece) {
         while (!piece.empty()) {
             while (batch.offset(sequence + 1) <= piece.first) ++sequence;
             range const common = intersect(piece, {batch.offset(sequence), batch.offset(sequence + 1)});
@@ -4008,6 +4012,7 @@ std::vector<segment> segments(S const& s, int rank, caller here = caller::here()
             row += common.size();
             piece.first = common.last;
         }
+    });
     return list;
 }
 template <class X = detail::any>
@@ -5019,10 +5024,15 @@ struct joined_rows {
 /// The sends, or the receives, of one rank while its plan is made.
 class message_list {
 public:
-    explicit message_list(int ranks) : entries_(static_cast<std::size_t>(ranks)) {}
+    /// `runs`: for how many of a message memory is taken at once.
+    explicit message_list(int ranks, std::size_t runs = 0) : entries_(static_cast<std::size_t>(ranks)), runs_(runs) {}
 
     /// Adds rows to the message to or from `peer`.
-    void add(int peer, index_t first, range rows) { entries_[static_cast<std::size_t>(peer)].add(first, rows); }
+    void add(int peer, index_t first, range rows) {
+        joined_rows& to = entries_[static_cast<std::size_t>(peer)];
+        if (to.runs.empty()) to.runs.reserve(runs_);
+        to.add(first, rows);
+    }
 
     /// Returns one past the last global row added for `peer`.
     index_t end(int peer) const { return entries_[static_cast<std::size_t>(peer)].end; }
@@ -5038,6 +5048,7 @@ public:
 
 private:
     std::vector<joined_rows> entries_;
+    std::size_t runs_;
 };
 
 } // namespace cpx::detail
@@ -5087,8 +5098,22 @@ struct placed_range {
     index_t local = 0;
 };
 
+/// The rows of a rank's segments.
+struct own_ranges {
+    thd const& batch;
+    std::vector<segment> const& segments;
+
+    std::size_t size() const { return segments.size(); }
+    placed_range operator[](std::size_t i) const {
+        segment const& s = segments[i];
+        index_t const first = batch.offset(s.sequence) + s.token;
+        return {{first, first + s.count}, s.row};
+    }
+};
+
 /// Returns the range that holds global row `row`, among ranges that ascend.
-inline placed_range const& find(std::vector<placed_range> const& ranges, index_t row) {
+template <class Ranges>
+placed_range find(Ranges const& ranges, index_t row) {
     auto const first = [&](std::size_t i) { return ranges[i].rows.first; };
     return ranges[last_at_or_before(row, ranges.size(), first)];
 }
@@ -5102,17 +5127,17 @@ range beside(halo_plan<S> const& p, range rows, index_t sequence, side which) {
     return {rows.last, std::min(batch.offset(sequence + 1), rows.last + reach)};
 }
 
-/// Returns what the rank needs, whose segments are `own`, and writes down where it will find it.
+/// Returns what the rank needs, and writes down where it will find it.
 template <any_sharding S>
-std::vector<message> take_beside(halo_plan<S>& p, std::vector<placed_range> const& own) {
+std::vector<message> take_beside(halo_plan<S>& p) {
+    own_ranges const own{p.batch, p.segments};
     std::vector<placed_range> foreign; // windows ascend, so the last row of these tells what is on its way already
     index_t hint = 0;
-    message_list receives(p.sharding.ranks());
+    message_list receives(p.sharding.ranks(), p.segments.size());
     for (std::size_t i = 0; i < p.segments.size(); ++i) {
         range const window = beside(p, own[i].rows, p.segments[i].sequence, p.where);
         if (!window.empty() && !S::every_row) // where every rank holds every row, segments are whole sequences
             p.sharding.for_each_holder(window, hint, [&](int holder, range held) {
-                auto const& places = holder == p.rank ? own : foreign;
                 if (holder != p.rank) {
                     index_t const covered =
                         foreign.empty() ? held.first : std::max(held.first, foreign.back().rows.last);
@@ -5124,7 +5149,7 @@ std::vector<message> take_beside(halo_plan<S>& p, std::vector<placed_range> cons
                     }
                 }
                 while (!held.empty()) {
-                    auto const& place = find(places, held.first);
+                    auto const place = holder == p.rank ? find(own, held.first) : find(foreign, held.first);
                     range const known = intersect(held, place.rows);
                     p.runs.push_back({holder != p.rank, place.local + known.first - place.rows.first, known.size()});
                     held.first = known.last;
@@ -5137,10 +5162,11 @@ std::vector<message> take_beside(halo_plan<S>& p, std::vector<placed_range> cons
 
 /// Returns what others need of the rank: its rows beside a segment of theirs that lies within reach, on the other side.
 template <any_sharding S>
-std::vector<message> give_beside(halo_plan<S> const& p, std::vector<placed_range> const& own) {
+std::vector<message> give_beside(halo_plan<S> const& p) {
+    own_ranges const own{p.batch, p.segments};
     side const other = p.where == side::before ? side::after : side::before;
     index_t hint = 0;
-    message_list sends(p.sharding.ranks());
+    message_list sends(p.sharding.ranks(), p.segments.size());
     for (std::size_t i = 0; i < p.segments.size(); ++i) {
         range const mine = own[i].rows;
         index_t const sequence = p.segments[i].sequence;
@@ -5192,17 +5218,11 @@ halo_plan<S> halo(S const& sharding, int rank, index_t reach, side where = side:
     p.kind = flow::copies;
     p.local = S::every_row;
 
-    std::vector<detail::placed_range> own;
-    own.reserve(p.segments.size());
     p.begin.reserve(p.segments.size() + 1);
     p.runs.reserve(p.segments.size());
-    for (segment const& s : p.segments) {
-        index_t const first = batch.offset(s.sequence) + s.token;
-        own.push_back({{first, first + s.count}, s.row});
-        p.source_rows += s.count;
-    }
-    p.receives = detail::take_beside(p, own);
-    p.sends = detail::give_beside(p, own);
+    if (!p.segments.empty()) p.source_rows = p.segments.back().row + p.segments.back().count;
+    p.receives = detail::take_beside(p);
+    p.sends = detail::give_beside(p);
     return p;
 }
 template <class X = detail::any>
@@ -5422,7 +5442,17 @@ int unit_of(S const& s) {
     if constexpr (requires { s.cut().unit(); }) return s.cut().unit();
     return 1;
 }
-/// Returns whether two shardings cut alike, or share alike, whatever their batches.
+/// Calls `f(layout, unit)` if lanes tell what is beside the segments of a sharding; one that stands for another, whose
+/// type does not say so, has a member of this name.
+template <class S, class F>
+void with_lanes(S const& s, F&& f) {
+    if constexpr (in_lanes<S>)
+        f(s.policy(), unit_of(s));
+    else if constexpr (requires { s.with_lanes(f); })
+        s.with_lanes(f);
+}
+/// Returns whether two shardings cut alike, or share alike, whatever their batches; of those that stand for others by a
+/// member of this name.
 template <class S>
 bool cut_alike(S const& a, S const& b) {
     if constexpr (S::every_row) {
@@ -5434,6 +5464,8 @@ bool cut_alike(S const& a, S const& b) {
     } else if constexpr (in_cells<S>) {
         if constexpr (std::equality_comparable<typename S::layout_type>)
             return a.policy() == b.policy() && a.cut() == b.cut();
+    } else if constexpr (requires { a.cut_alike(b); }) {
+        return a.cut_alike(b);
     }
     return false;
 }
@@ -6196,11 +6228,12 @@ struct moved<halo_plan<S>> : moved_at_once<halo_plan<S>> {
     }
     static bool mirrors(plan_type const&) { return false; }
     static std::vector<lane_plan> lanes(plan_type const& p, index_t, bool back) {
-        if constexpr (in_lanes<S>) {
-            auto list = halo_lanes(p.sharding.policy(), unit_of(p.sharding), p.rank, p.reach, p.where == side::before);
-            return {back ? list.transposed(flow::sums) : std::move(list)};
-        }
-        return {};
+        std::vector<lane_plan> list;
+        with_lanes(p.sharding, [&](auto const& layout, int unit) {
+            list.push_back(halo_lanes(layout, unit, p.rank, p.reach, p.where == side::before));
+            if (back) list.back() = list.back().transposed(flow::sums);
+        });
+        return list;
     }
     static movement_room room(plan_type const& p, index_t width, capacity const& most, caller here) {
         index_t const rows = most_beside(p.sharding, p.reach, most, here);
@@ -6220,14 +6253,16 @@ struct moved<carry_plan<How, S>> {
     }
     static bool mirrors(plan_type const&) { return !scans; } // maps are not the same from both sides
     static std::vector<lane_plan> lanes(plan_type const& p, carry_widths width, bool back) {
-        if constexpr (in_lanes<S> && scans) {
-            index_t const row = row_width(width);
-            return scan_lanes(p.sharding.policy(), unit_of(p.sharding), p.rank, bounded(width.state / row),
-                              bounded(width.map / row), back);
-        } else if constexpr (in_lanes<S>) {
-            return state_lanes(p.sharding.policy(), unit_of(p.sharding), p.rank, back);
-        }
-        return {};
+        std::vector<lane_plan> list;
+        with_lanes(p.sharding, [&](auto const& layout, int unit) {
+            if constexpr (scans) {
+                index_t const row = row_width(width);
+                list = scan_lanes(layout, unit, p.rank, bounded(width.state / row), bounded(width.map / row), back);
+            } else {
+                list = state_lanes(layout, unit, p.rank, back);
+            }
+        });
+        return list;
     }
     template <class F>
     static auto exchanges(plan_type const& p, carry_widths width, bool back, F&& f) {

@@ -154,8 +154,7 @@ void run(char const* where, device_group& g, relayout_value const& plan, cpx::ro
             made.sent = std::make_unique<cuda::exchange<T>>(next, row, g.nccl(), of);
         };
         auto& by = g.find<prepared>(
-            where,
-            {first, second, std::uint64_t{3} + (plan.back && !both), static_cast<std::uint64_t>(row)},
+            where, {first, second, std::uint64_t{3} + (plan.back && !both), static_cast<std::uint64_t>(row)},
             known.fingerprint(), need,
             [&](cpx::capacity const& most) {
                 asked = most;

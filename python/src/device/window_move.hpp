@@ -145,7 +145,7 @@ private:
     }
 
     device_group& group_;
-    std::optional<moves> made_[2]; ///< one way, and the other
+    std::optional<moves> made_[2];  ///< one way, and the other
     cuda::buffer<index_t> offsets_; ///< of the batch, in device memory
     cuda::event done_;              ///< the end of the last call
 };
