@@ -9,6 +9,7 @@
 
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <utility>
 
 namespace binding {
@@ -21,8 +22,7 @@ public:
     explicit late_plan(maker* list, std::shared_ptr<late_plan const> back = {}) : list_(list), back_(std::move(back)) {}
     cpx::plan const& made(any_tokens const& from, any_tokens const& to, int rank) const {
         std::call_once(asked_, [&] {
-            made_ = std::make_unique<cpx::plan const>(back_ ? back_->made(to, from, rank).transposed()
-                                                            : list_(from, to, rank));
+            made_.emplace(back_ ? back_->made(to, from, rank).transposed() : list_(from, to, rank));
         });
         return *made_;
     }
@@ -32,7 +32,7 @@ private:
     maker* list_;
     std::shared_ptr<late_plan const> back_;
     mutable std::once_flag asked_;
-    mutable std::unique_ptr<cpx::plan const> made_;
+    mutable std::optional<cpx::plan> made_;
 };
 
 /// A relayout between two shardings, for one rank.

@@ -25,6 +25,15 @@ def test_a_batch_is_its_offsets():
     assert batch != 7 and repr(cpx.thd([0, 2])) == "cpx.thd([0, 2])"
 
 
+def test_shardings_that_are_equal_hash_alike_and_those_of_one_batch_differ():
+    batch = cpx.thd([0, 7, 20])
+    every = [*shardings(2, batch), cpx.replicated(2, batch), cpx.head_sharded(2, batch, [(4, 8)])]
+    again = [*shardings(2, cpx.thd([0, 7, 20])), cpx.replicated(2, batch), cpx.head_sharded(2, batch, [(4, 8)])]
+    assert every == again and [hash(s) for s in every] == [hash(s) for s in again]
+    zigzag, sequential = (cpx.shard(batch, layout(2)) for layout in (cpx.zigzag, cpx.sequential))
+    assert hash(zigzag) != hash(sequential) and zigzag != sequential  # dictionaries of plans need not compare them
+
+
 def test_batches_of_what_loaders_have():
     positions = np.array([0, 1, 2, 0, 1, -1, -1])
     joined = cpx.thd_from_positions(positions, "joins_last_sequence")

@@ -27,6 +27,9 @@ def test_a_relayout_moves_every_row_to_its_owner_and_its_transpose_back(ranks, b
             assert np.array_equal(y, shard(target, comm.rank, x))
             back = cpx.exchange(plan.transposed(), y, comm)
             assert np.array_equal(back, shard(source, comm.rank, x))
+            twice = cpx.relayout(source, target, comm.rank).transposed().transposed()  # none lists messages before
+            assert (twice.sent_rows, twice.messages) == (plan.sent_rows, plan.messages)
+            assert twice.fingerprint == plan.fingerprint
             return plan.sent_rows
 
         sent = cpx.run(ranks, program)

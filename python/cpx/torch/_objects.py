@@ -35,10 +35,11 @@ class _Held:
     """What has a handle. `of` is the object of package cpx."""
 
     of: Any
+    handle: int = 0  # of none
 
     def __init__(self, of: object) -> None:
         self.of = of
-        self.handle: int = next(_handles)
+        self.handle = next(_handles)
         _objects[self.handle] = weakref.ref(self)
 
     def __del__(self, known: dict[int, Any] = _objects) -> None:  # costs less than a function for each reference
