@@ -57,6 +57,7 @@ std::vector<segment> segments(X const& = {}, detail::any = {}, detail::any = {})
 /// Returns the local cu_seqlens of a rank: where its segments begin, and its number of rows at the end.
 inline std::vector<index_t> offsets(std::vector<segment> const& segments) {
     std::vector<index_t> list{0};
+    list.reserve(segments.size() + 1);
     for (segment const& s : segments) list.push_back(s.row + s.count);
     return list;
 }

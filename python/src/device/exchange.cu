@@ -113,11 +113,7 @@ void run(char const* where, device_group& g, relayout_value const& plan, cpx::ro
     // What was moved goes back by the tables with which it came, what was copied by others, which add.
     cpx::plan const& p = plan.plan;
     bool const mirrored = plan.back && (p.kind == cpx::flow::moves || p.kind == cpx::flow::selects);
-    auto const batch = (mirrored ? p.id.transposed(p.kind == cpx::flow::moves) : p.id).fingerprint();
-    auto const listed = [&] { return mirrored ? plan.whole().transposed() : plan.whole(); };
     cpx::index_t const width = mirrored ? to.width() : from.width();
-    call_kind const kind{number_of(plan.from.text()), number_of(plan.to.text()),
-                         static_cast<std::uint64_t>(mirrored ? 2 : plan.back), static_cast<std::uint64_t>(width)};
     auto const need = [&] {
         return plan.from.visit(
             [&](auto const& a) { return plan.to.visit([&](auto const& b) { return capacity_for(a, b); }); });
@@ -171,8 +167,12 @@ void run(char const* where, device_group& g, relayout_value const& plan, cpx::ro
         return;
     }
     using prepared = cuda::exchange<T>;
+    auto const listed = [&] { return mirrored ? plan.whole().transposed() : plan.whole(); };
     auto& by = g.find<prepared>(
-        where, kind, batch, need,
+        where,
+        {number_of(plan.from.text()), number_of(plan.to.text()), static_cast<std::uint64_t>(mirrored ? 2 : plan.back),
+         static_cast<std::uint64_t>(width)},
+        (mirrored ? p.id.transposed(p.kind == cpx::flow::moves) : p.id).fingerprint(), need,
         [&](cpx::capacity const& most) {
             cuda::exchange_options const of{.room = room(most)};
             return std::make_unique<prepared>(listed(), width, g.nccl(), of);
