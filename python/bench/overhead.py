@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prints what a call of cpx.torch costs beyond that of package cpx on the same memory: one rank, tiny tensors, CPU. Then
-what plans of a packing cost that is seen first."""
+"""Prints what a call of cpx.torch costs beyond that of package cpx on the same memory: one rank, tiny tensors, CPU.
+Then what plans of a packing cost that is seen first."""
 
 import os
 import statistics
@@ -64,8 +64,8 @@ def main(comm):
 
 
 def new_packings(comm):
-    """Prints what the plans of packings of 32768 tokens in 64 sequences over two ranks cost that are known, and that are
-    not; before each, memory of 8 MB is written, as other work does that has been between."""
+    """Prints what the plans of packings of 32768 tokens in 64 sequences over two ranks cost that are known, and that
+    are not; before each, memory of 8 MB is written, as other work does that has been between."""
     other = torch.zeros(1 << 20, dtype=torch.float64)
     took = {}
     for i in range(480):
