@@ -36,35 +36,39 @@ static __global__ void __launch_bounds__(512, 1)
         cutlass::arch::fence_barrier_init();
     }
     __syncthreads();
-    grad_block<Erases> block{in, memory};
-    if (block.group == 0) {
+    auto const as = [&](auto&& role) { // or what roles know alike would be kept in registers from here on
+        grad_block<Erases> block{in, memory};
+        role(block);
+    };
+    int const group = static_cast<int>(threadIdx.x) / 128, warp = static_cast<int>(threadIdx.x) / 32;
+    if (group == 0) {
         cutlass::arch::warpgroup_reg_dealloc<48>();
-        if (block.warp == 0)
-            block.load(queries, keys, values, dout, dvalues);
-        else if (block.warp < 3)
-            block.multiply_states();
+        if (warp == 0)
+            as([&](auto& block) { block.load(queries, keys, values, dout, dvalues); });
+        else if (warp < 3)
+            as([](auto& block) { block.multiply_states(); });
         else
-            block.write_gates();
-    } else if (block.group == 1) {
+            as([](auto& block) { block.write_gates(); });
+    } else if (group == 1) {
         if constexpr (Erases) {
             cutlass::arch::warpgroup_reg_dealloc<112>();
-            block.make_values();
+            as([](auto& block) { block.make_values(); });
         } else {
             cutlass::arch::warpgroup_reg_alloc<152>();
-            block.template write_sums<true>();
+            as([](auto& block) { block.template write_sums<true>(); });
         }
-    } else if (block.group == 2) {
-        cutlass::arch::warpgroup_reg_alloc<Erases ? 192 : 152>();
+    } else if (group == 2) {
+        cutlass::arch::warpgroup_reg_alloc<Erases ? 200 : 152>();
         if constexpr (Erases)
-            block.write_rows();
+            as([](auto& block) { block.write_rows(); });
         else
-            block.template write_sums<false>();
+            as([](auto& block) { block.template write_sums<false>(); });
     } else {
-        cutlass::arch::warpgroup_reg_alloc<160>();
+        cutlass::arch::warpgroup_reg_alloc<Erases ? 152 : 160>();
         if constexpr (Erases)
-            block.multiply_tokens();
+            as([](auto& block) { block.multiply_tokens(); });
         else
-            block.write_values();
+            as([](auto& block) { block.write_values(); });
     }
 #endif
 }

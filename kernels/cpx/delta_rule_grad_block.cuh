@@ -102,9 +102,20 @@ __device__ __forceinline__ void load_tokens(barrier& full, barrier& landed, int&
     if (!whole) wait(landed, landings++ % 2);
 }
 
-/// Adds f (S x_i) to the rows of sum for the 64 tokens x_i of a chunk, and returns what f (S x_i) . other_i adds up to.
+/// Adds, for 8 rows of x and y of 16 numbers each that lie alike in a warp's registers, x_i . y_i to the diagonal of sum,
+/// which a lane of a row's four has; the rest of it says nothing.
+__device__ __forceinline__ void multiply_diagonal(float (&sum)[4], std::uint32_t const (&x)[4], std::uint32_t y0,
+                                                  std::uint32_t y1) {
+    cute::SM80_16x8x16_F32BF16BF16F32_TN::fma(sum[0], sum[1], sum[2], sum[3], x[0], x[1], x[2], x[3], y0, y1, sum[0],
+                                              sum[1], sum[2], sum[3]);
+}
+
+/// Adds f (S x_i) to the rows of sum for the 64 tokens x_i of a chunk, and returns what f (S x_i) . other_i adds up to,
+/// as `multiply_diagonal` leaves it: by tensor cores, from S x_i rounded.
 __device__ __forceinline__ void add_states(float (&sum)[64], float (&along)[2], char const* x, char const* state,
                                            char const* other, float const (&f)[2]) {
+    float upper[4] = {}, lower[4] = {}; // of rows 0 to 7, and 8 to 15
+    int const place = place_straight(0, thread_again());
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         float product[32];
@@ -116,46 +127,47 @@ __device__ __forceinline__ void add_states(float (&sum)[64], float (&along)[2], 
         keep(product);
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
-            std::uint32_t words[4];
-            load_left(other + half * panel_bytes + place_straight(k), words);
+            std::uint32_t words[4], rounded[4];
+            load_left(other + half * panel_bytes + (place ^ 32 * k), words);
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 int const at = 8 * k + 2 * i;
-                float const low = f[i % 2] * product[at], high = f[i % 2] * product[at + 1];
-                along[i % 2] = fmaf(high, high_half(words[i]), fmaf(low, low_half(words[i]), along[i % 2]));
-                sum[32 * half + at] += low;
-                sum[32 * half + at + 1] += high;
+                rounded[i] = two_bf16(product[at], product[at + 1]);
+                sum[32 * half + at] = fmaf(f[i % 2], product[at], sum[32 * half + at]);
+                sum[32 * half + at + 1] = fmaf(f[i % 2], product[at + 1], sum[32 * half + at + 1]);
             }
+            multiply_diagonal(upper, rounded, words[0], words[2]);
+            multiply_diagonal(lower, rounded, words[1], words[3]);
         }
     }
+    bool const second = threadIdx.x / 4 % 2;
+    along[0] = f[0] * (second ? upper[1] : upper[0]);
+    along[1] = f[1] * (second ? lower[3] : lower[2]);
 }
 
-/// Rounds 64 rows of 128 and stores the first n of them, by a warpgroup.
-__device__ __forceinline__ void store_gradient(float const (&sum)[64], __nv_bfloat16* to, std::int64_t stride, int n) {
-    int thread = static_cast<int>(threadIdx.x) % 128;
-    asm volatile("" : "+r"(thread)); // or places would be kept in registers from before the chunk on
-    int const lane = thread % 32, row = thread / 32 * 16 + lane / 4;
+/// Rounds 64 rows of 128 and stores the first n of them, by a warpgroup, by way of two panels of which each warp has
+/// its rows for itself.
+__device__ __forceinline__ void store_gradient(float const (&sum)[64], char* panels, __nv_bfloat16* to,
+                                               std::int64_t stride, int n) {
+    unsigned const thread = thread_again(), lane = thread % 32, column = lane % 16;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) { // of 4 columns of 8 each of the four lanes of a row gets one
-        int const down = i % 2, first = i / 2 * 4;
-        std::uint32_t word[4];
+    for (int half = 0; half < 2; ++half) {
+        std::uint32_t words[16];
 #pragma unroll
-        for (int c = 0; c < 4; ++c)
-            word[c] = two_bf16(sum[4 * (first + c) + 2 * down], sum[4 * (first + c) + 2 * down + 1]);
-#pragma unroll
-        for (int apart = 1; apart < 4; apart *= 2)
-#pragma unroll
-            for (int c = 0; c < 4; ++c)
-                if ((c & apart) == 0) {
-                    bool const upper = lane & apart;
-                    std::uint32_t const other = __shfl_xor_sync(~0u, upper ? word[c] : word[c + apart], apart);
-                    word[c] = upper ? other : word[c];
-                    word[c + apart] = upper ? word[c + apart] : other;
-                }
-        if (row + 8 * down < n)
-            *reinterpret_cast<uint4*>(to + (row + 8 * down) * stride + 8 * (first + lane % 4)) =
-                make_uint4(word[0], word[1], word[2], word[3]);
+        for (int i = 0; i < 16; ++i) words[i] = two_bf16(sum[32 * half + 2 * i], sum[32 * half + 2 * i + 1]);
+        store_operand(words, panels + half * panel_bytes, thread);
     }
+    __syncwarp();
+    int row = static_cast<int>(thread / 32 % 4 * 16 + lane / 16);
+    char const* const from = panels + column / 8 * panel_bytes;
+    to += row * stride + 8 * column;
+#pragma unroll 2
+    for (int i = 0; i < 8; ++i, row += 2, to += 2 * stride)
+        if (row < n)
+            *reinterpret_cast<uint4*>(to) =
+                *reinterpret_cast<uint4 const*>(from + swizzled(row, static_cast<int>(column % 8)));
+    __syncwarp();
+    cutlass::arch::fence_view_async_shared(); // the copy engine writes there next
 }
 
 /// What a thread of `delta_rule_grad` knows, and what it does, by its role.
@@ -164,10 +176,11 @@ struct grad_block {
     delta_gradients const& in;
     grad_memory* memory;
     int const heads = in.key_heads * in.group;
-    int const group = static_cast<int>(threadIdx.x) / 128, warp = static_cast<int>(threadIdx.x) / 32 % 4;
-    int const lane = static_cast<int>(threadIdx.x) % 32;
+    unsigned const thread = thread_again();
+    int const group = int(thread / 128), warp = int(thread / 32 % 4), lane = int(thread % 32);
     int const row = 16 * warp + lane / 4; ///< of a warpgroup's accumulators that the thread has, as row + 8
     int turn = 0, task_turn = 0;          ///< of heads and of tasks, that the block has done
+    int of_group = 0;                     ///< of a task's heads, those done
 
     __device__ __forceinline__ grad_task& task() const { return memory->tasks[task_turn & 1]; }
     /// Calls, of the block's tasks, when their keys are there, `begin_task()`, `body(A, gates)` for each head,
@@ -179,10 +192,12 @@ struct grad_block {
             wait(memory->keys_full[task_turn & 1], task_turn >> 1 & 1);
             if (task().n == 0) break;
             begin_task();
+            of_group = 0;
             do {
                 reload_memory();
                 body(memory->inverse[turn & 1], memory->gates[turn & 1]);
-            } while (++turn % in.group);
+                ++turn;
+            } while (++of_group < in.group);
             reload_memory();
             end_task();
             arrive_warp(memory->keys_empty[task_turn & 1]);
@@ -191,8 +206,19 @@ struct grad_block {
     /// Or places in it would be kept in registers.
     __device__ __forceinline__ void reload_memory() { memory = &shared_memory<grad_memory>(); }
     static __device__ __forceinline__ void nothing() {}
-    __device__ __forceinline__ bool is_last() const { return (turn + 1) % in.group == 0; } ///< of a task's heads
+    __device__ __forceinline__ bool is_last() const { return of_group + 1 == in.group; } ///< of a task's heads
     __device__ __forceinline__ char* keys() const { return memory->keys[task_turn & 1]; }
+    /// Returns the bits of word i of a 64 x 64 operand that are below the diagonal, or on it where that is wanted.
+    __device__ __forceinline__ std::uint32_t lower(int i, bool diagonal) const {
+        int const square = i / 2 - i % 2 - 2 * warp; // of 8 x 8, from the one on the diagonal on
+        int const below = lane / 4 - lane % 4 * 2 + (diagonal ? 1 : 0);
+        return square < 0 ? ~0u : square > 0 ? 0u : below >= 2 ? ~0u : below == 1 ? 0xffffu : 0u;
+    }
+    /// Writes sums of rows, as `multiply_diagonal` leaves them.
+    __device__ __forceinline__ void put_diagonal(float const (&along)[2], float* to) const {
+        wait(memory->sums_empty, turn & 1 ^ 1);
+        if (lane / 8 == lane % 4) to[row] = along[0], to[row + 8] = along[1];
+    }
     /// Writes sums of rows, of which four lanes have a share each.
     __device__ __forceinline__ void put_sums(float const (&along)[2], float* to) const {
         wait(memory->sums_empty, turn & 1 ^ 1);

@@ -29,14 +29,14 @@ __device__ __forceinline__ void grad_block<Erases>::write_sums() {
                 factor[i] = OfKeys ? power_of_two(gates.sum[delta_chunk - 1] - gates.sum[row + 8 * i])
                                    : in.scale * gates.decay[row + 8 * i];
             arrive_warp(memory->prepared_empty[turn & 1]);
-            float along[2] = {};
+            float along[2];
             if constexpr (OfKeys)
                 add_states(sum, along, memory->values, memory->dstate, keys(), factor);
             else
                 add_states(sum, along, memory->dout, memory->state, memory->queries, factor);
             arrive_warp(OfKeys ? memory->dstate_empty : memory->state_empty);
             arrive_warp(memory->values_empty);
-            put_sums(along, memory->reading[OfKeys]);
+            put_diagonal(along, memory->reading[OfKeys]);
             arrive_warp(memory->sums_full);
             wait(memory->dscores_full, turn & 1);
             keep(sum);
@@ -53,7 +53,8 @@ __device__ __forceinline__ void grad_block<Erases>::write_sums() {
         },
         [&] {
             delta_rows<__nv_bfloat16> const& to = OfKeys ? in.dk : in.dq;
-            store_gradient(sum, to.at(task().begin) + 128 * task().head, to.stride, task().n);
+            store_gradient(sum, OfKeys ? memory->dx : memory->inverse[0], to.at(task().begin) + 128 * task().head,
+                           to.stride, task().n);
         });
 }
 
@@ -145,8 +146,8 @@ __device__ __forceinline__ void grad_block<Erases>::write_values() {
             cute::warpgroup_wait<0>();
             keep(dv);
             arrive_warp(memory->values_empty);
-            int const head = task().head * in.group + turn % in.group;
-            store_gradient(dv, in.dv.at(task().begin) + 128 * head, in.dv.stride, task().n);
+            int const head = task().head * in.group + of_group;
+            store_gradient(dv, memory->dy, in.dv.at(task().begin) + 128 * head, in.dv.stride, task().n);
         },
         nothing);
 }

@@ -55,45 +55,48 @@ __device__ __forceinline__ void grad_block<Erases>::load(CUtensorMap const& quer
             arrive_warp(full);
         };
         load_of_task(memory->keys_full[task_turn & 1], keys, this->keys());
+        of_group = 0;
         do {
             reload_memory();
             if (is_last()) number = next(); // early: it takes long
-            int const head = task().head * in.group + turn % in.group, parity = turn & 1 ^ 1;
-            std::int64_t const place = std::int64_t{task().chunk} * heads + head;
-            barrier& prepared_full = memory->prepared_full[turn & 1];
-            wait(memory->prepared_empty[turn & 1], turn >> 1 & 1 ^ 1);
+            constexpr int panels = Erases ? 6 : 4;
             if (lane == 0) {
+                grad_task const own = task();
+                int const head = own.head * in.group + of_group, parity = turn & 1 ^ 1;
+                std::int64_t const place = std::int64_t{own.chunk} * heads + head;
+                barrier& prepared_full = memory->prepared_full[turn & 1];
+                wait(memory->prepared_empty[turn & 1], turn >> 1 & 1 ^ 1);
                 prepared_full.arrive_and_expect_tx((Erases ? triangle_bytes : 0) + token_gates.bytes());
                 if constexpr (Erases) load_inverse(in.prepared, place, prepared_full, memory->inverse[turn & 1]);
                 load_gates(in.prepared, place, prepared_full, memory->gates[turn & 1], token_gates);
-            }
-            auto const load_state = [&](barrier& empty, barrier& full, char* to, char const* from) {
-                wait(empty, parity);
-                if (lane == 0) {
+                auto const load_state = [&](barrier& empty, barrier& full, char* to, char const* from) {
+                    wait(empty, parity);
                     full.arrive_and_expect_tx(state_bytes);
                     cute::SM90_BULK_COPY_G2S::copy(from + place * state_bytes, reinterpret_cast<std::uint64_t*>(&full),
                                                    to, state_bytes);
-                }
-            };
-            load_state(memory->dstate_empty, memory->dstate_full, memory->dstate, in.dstates);
-            load_state(memory->state_empty, memory->state_full, memory->state, in.states);
-            wait(memory->values_empty, parity);
-            constexpr int panels = Erases ? 6 : 4;
-            load_tokens(memory->values_full, memory->landed, landings, task().n, panels * panel_bytes, [&](barrier& b) {
-                load_panels<2>(values, b, memory->values, 128 * head, task().begin);
-                load_panels<2>(dout, b, memory->dout, 128 * head, task().begin);
-                if constexpr (Erases) load_panels<2>(dvalues, b, memory->dy, 128 * head, task().begin);
-            });
+                };
+                load_state(memory->dstate_empty, memory->dstate_full, memory->dstate, in.dstates);
+                load_state(memory->state_empty, memory->state_full, memory->state, in.states);
+                wait(memory->values_empty, parity);
+                barrier& b = own.n == delta_chunk ? memory->values_full : memory->landed;
+                b.arrive_and_expect_tx(panels * panel_bytes);
+                load_panels<2>(values, b, memory->values, 128 * head, own.begin);
+                load_panels<2>(dout, b, memory->dout, 128 * head, own.begin);
+                if constexpr (Erases) load_panels<2>(dvalues, b, memory->dy, 128 * head, own.begin);
+            }
+            __syncwarp();
             if (task().n < delta_chunk) {
+                wait(memory->landed, landings++ % 2);
 #pragma unroll 1
                 for (int p = 0; p < panels; ++p) clear_rows(memory->values + p * panel_bytes, task().n); // and dO, dY
                 cutlass::arch::fence_view_async_shared();
                 arrive_warp(memory->values_full);
             }
-            if (turn % in.group > 0) continue;
+            ++turn;
+            if (of_group > 0) continue;
             wait(memory->queries_empty, task_turn & 1 ^ 1); // last: the others may come while a task ends
             load_of_task(memory->queries_full, queries, memory->queries);
-        } while (++turn % in.group);
+        } while (++of_group < in.group);
     }
 }
 
@@ -105,17 +108,16 @@ __device__ __forceinline__ void grad_block<Erases>::multiply_states() {
         [&](char*, delta_gates&) {
             wait(memory->state_full, turn & 1);
             wait(memory->dstate_full, turn & 1);
-            float sums[4] = {}; // one sum would be awaited
+            float sums[2][4] = {};
 #pragma unroll 2
             for (int i = (warp - 1) * 1024 + lane; i < warp * 1024; i += 32) {
                 uint4 const a = reinterpret_cast<uint4 const*>(memory->state)[i];
                 uint4 const b = reinterpret_cast<uint4 const*>(memory->dstate)[i];
-                auto const add = [](float& sum, std::uint32_t x, std::uint32_t y) {
-                    sum = fmaf(high_half(x), high_half(y), fmaf(low_half(x), low_half(y), sum));
-                };
-                add(sums[0], a.x, b.x), add(sums[1], a.y, b.y), add(sums[2], a.z, b.z), add(sums[3], a.w, b.w);
+                multiply_diagonal(sums[0], {a.x, 0, a.y, 0}, b.x, b.y);
+                multiply_diagonal(sums[1], {a.z, 0, a.w, 0}, b.z, b.w);
             }
-            float sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+            float sum = lane / 4 % 2 ? sums[0][1] + sums[1][1] : sums[0][0] + sums[1][0];
+            if (lane / 8 != lane % 4) sum = 0;
             arrive_warp(memory->state_empty);
             arrive_warp(memory->dstate_empty);
 #pragma unroll
@@ -171,7 +173,7 @@ __device__ __forceinline__ void grad_block<Erases>::write_gates() {
 #pragma unroll
             for (int i = 0; i < 2; ++i)
                 if (int const token = 2 * lane + i; token < task().n) {
-                    int const head = task().head * in.group + turn % in.group;
+                    int const head = task().head * in.group + of_group;
                     in.dg.at(task().begin + token)[head] = dg[i];
                     if constexpr (Erases) in.dbeta.at(task().begin + token)[head] = dbeta[i];
                 }

@@ -106,12 +106,12 @@ __device__ __forceinline__ void grad_block<Erases>::write_rows() {
                 keep(dk);
             }
             {
-                float along[2] = {};
+                float along[2];
                 float const reading[2] = {in.scale * e[0], in.scale * e[1]};
                 add_states(dq, along, memory->dout, memory->state, memory->queries, reading);
                 arrive_warp(memory->state_empty);
                 arrive_warp(memory->values_empty);
-                put_sums(along, memory->reading[0]);
+                put_diagonal(along, memory->reading[0]);
             }
             arrive_warp(memory->sums_full);
             wait(memory->dscores_full, turn & 1);
@@ -122,7 +122,7 @@ __device__ __forceinline__ void grad_block<Erases>::write_rows() {
             multiply_panels<Major::K, Major::MN, 4>(dq, memory->dscores, keys(), true);
             cute::warpgroup_commit_batch();
             std::uint32_t words[16];
-            load_triangle_operand(inverse, words);
+            load_triangle_operand(inverse, words, thread_again());
 #pragma unroll
             for (int i = 0; i < 16; ++i) { // words 2 and 3 of 4 are 8 columns further
                 float2 const b = *reinterpret_cast<float2 const*>(gates.beta + 8 * (i / 2) + lane % 4 * 2);
@@ -132,7 +132,6 @@ __device__ __forceinline__ void grad_block<Erases>::write_rows() {
             cute::warpgroup_wait<0>();
             keep(dq);
             keep(dk);
-            if (is_last()) arrive_warp(memory->queries_empty);
             arrive_warp(memory->prepared_empty[turn & 1]);
             cute::warpgroup_arrive();
             multiply_down(dk, words, memory->dx, true); // A' dX
@@ -140,8 +139,11 @@ __device__ __forceinline__ void grad_block<Erases>::write_rows() {
             cute::warpgroup_wait<0>();
             keep(dk);
             arrive_warp(memory->dx_empty);
-            if (is_last()) // while Z is made
-                store_gradient(dq, in.dq.at(task().begin) + 128 * task().head, in.dq.stride, task().n);
+            if (is_last()) {       // while Z is made
+                join_group(group); // all have read the queries
+                store_gradient(dq, memory->queries, in.dq.at(task().begin) + 128 * task().head, in.dq.stride, task().n);
+                arrive_warp(memory->queries_empty);
+            }
             wait(memory->z_full, turn & 1);
             cute::warpgroup_arrive();
             multiply_panels<Major::K, Major::MN, 4>(dk, memory->e, keys(), true);
@@ -151,7 +153,10 @@ __device__ __forceinline__ void grad_block<Erases>::write_rows() {
             keep(dk);
             arrive_warp(memory->z_empty);
         },
-        [&] { store_gradient(dk, in.dk.at(task().begin) + 128 * task().head, in.dk.stride, task().n); });
+        [&] {
+            join_group(group); // all have read the keys; the others had before Z
+            store_gradient(dk, keys(), in.dk.at(task().begin) + 128 * task().head, in.dk.stride, task().n);
+        });
 }
 
 #endif

@@ -11,8 +11,9 @@ namespace cpx::kernels::delta {
 /// Sums of rows from their beginnings: `across` of column t is the sum over rows i >= t, of a thread's two, of x_ij
 /// over j < t. x: 64 x 64, 16 rows a warp, as an operand. By products with ones.
 __device__ __forceinline__ void add_across(std::uint32_t const (&x)[16], float (&across)[16]) {
-    int const warp = static_cast<int>(threadIdx.x) / 32 % 4, lane = static_cast<int>(threadIdx.x) % 32;
-    int const down = lane / 4, two = lane % 4 * 2;
+    int thread = static_cast<int>(threadIdx.x) % 128;
+    asm volatile("" : "+r"(thread)); // or what depends on it would be kept in registers
+    int const warp = thread / 32, lane = thread % 32, down = lane / 4, two = lane % 4 * 2;
     std::uint32_t const ones = 0x3f803f80u, before = (two < down ? 0x3f80u : 0u) | (two + 1 < down ? 0x3f800000u : 0u);
     auto const add = [&](float(&sum)[4], int k, std::uint32_t b0, std::uint32_t b1) {
         cute::SM80_16x8x16_F32BF16BF16F32_TN::fma(sum[0], sum[1], sum[2], sum[3], x[4 * k], x[4 * k + 1], x[4 * k + 2],
@@ -41,10 +42,7 @@ template <bool Erases>
 __device__ __forceinline__ void grad_block<Erases>::round_lower(float const (&x)[32],
                                                                 std::uint32_t (&words)[16]) const {
 #pragma unroll
-    for (int i = 0; i < 16; ++i) {
-        int const column = 8 * (i / 2) + lane % 4 * 2, token = row + i % 2 * 8;
-        words[i] = two_bf16(column <= token ? x[2 * i] : 0.0f, column + 1 <= token ? x[2 * i + 1] : 0.0f);
-    }
+    for (int i = 0; i < 16; ++i) words[i] = two_bf16(x[2 * i], x[2 * i + 1]) & lower(i, true);
 }
 
 /// B, and K K^T in __half, of a task.
@@ -65,7 +63,7 @@ __device__ __forceinline__ void grad_block<Erases>::multiply_rows(std::uint32_t 
     keep(b);
     arrive_warp(memory->queries_empty);
 #pragma unroll
-    for (int i = 0; i < 16; ++i) squares[i] = two_halves(kk[2 * i], kk[2 * i + 1]);
+    for (int i = 0; i < 16; ++i) squares[i] = two_halves(kk[2 * i], kk[2 * i + 1]) & lower(i, false);
     std::uint32_t words[16];
     round_lower(b, words);
     join_group(group); // the task before has read it
@@ -80,17 +78,19 @@ __device__ __forceinline__ void grad_block<Erases>::weigh(delta_gates const& gat
                                                           float const (&e)[32], std::uint32_t (&words)[16],
                                                           std::uint32_t (&weighted)[16], std::uint32_t (&h)[16],
                                                           float (&down)[16]) const {
-    float const g[2] = {gates.sum[row], gates.sum[row + 8]};
+    // the scale as a power of two, and its sign
+    float const power = __log2f(fabsf(in.scale)), g[2] = {gates.sum[row] + power, gates.sum[row + 8] + power};
+    std::uint32_t const sign = in.scale < 0 ? 0x80008000u : 0u;
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
-        int const column = 8 * (i / 2) + lane % 4 * 2, r = i % 2, token = row + 8 * r;
+        int const column = 8 * (i / 2) + lane % 4 * 2, r = i % 2;
         float2 const sum = *reinterpret_cast<float2 const*>(gates.sum + column);
         float2 const b = *reinterpret_cast<float2 const*>(gates.beta + column);
-        float const e0 = column <= token ? in.scale * power_of_two(g[r] - sum.x) * e[2 * i] : 0.0f;
-        float const e1 = column + 1 <= token ? in.scale * power_of_two(g[r] - sum.y) * e[2 * i + 1] : 0.0f;
-        words[i] = two_bf16(e0, e1);
-        weighted[i] = two_bf16(b.x * e0, b.y * e1);
-        float const h0 = e0 * ba[2 * i], h1 = e1 * ba[2 * i + 1];
+        float const e0 = power_of_two(g[r] - sum.x) * e[2 * i], e1 = power_of_two(g[r] - sum.y) * e[2 * i + 1];
+        std::uint32_t const kept = lower(i, true);
+        words[i] = two_bf16(e0, e1) & kept ^ sign;
+        weighted[i] = two_bf16(b.x * e0, b.y * e1) & kept ^ sign;
+        float const h0 = low_half(words[i]) * ba[2 * i], h1 = high_half(words[i]) * ba[2 * i + 1];
         down[i / 2 * 2] += h0;
         down[i / 2 * 2 + 1] += h1;
         h[i] = two_bf16(b.x * h0, b.y * h1);
@@ -130,11 +130,10 @@ __device__ __forceinline__ void grad_block<Erases>::write_z(delta_gates& gates, 
     float along[2] = {};
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
-        int const column = 8 * (i / 2) + lane % 4 * 2, r = i % 2, token = row + 8 * r;
-        float const z0 = column < token ? x[2 * i] : 0.0f, z1 = column + 1 < token ? x[2 * i + 1] : 0.0f;
+        int const r = i % 2;
         float2 const kk = __half22float2(reinterpret_cast<__half2 const&>(squares[i]));
-        along[r] = fmaf(-z1, kk.y, fmaf(-z0, kk.x, along[r]));
-        words[i] = two_bf16(b[r] * z0, b[r] * z1);
+        along[r] = fmaf(-x[2 * i + 1], kk.y, fmaf(-x[2 * i], kk.x, along[r]));
+        words[i] = two_bf16(b[r] * x[2 * i], b[r] * x[2 * i + 1]) & lower(i, false);
     }
     join_group(group); // N A'^T has been read
     store_operand(words, memory->e);

@@ -277,9 +277,16 @@ __device__ __forceinline__ void round_to_operand(float const (&sum)[N], std::uin
     for (int i = 0; i < N / 2; ++i) a[i] = two_bf16(sum[2 * i], sum[2 * i + 1]);
 }
 
+/// Returns the thread's number; what is made of it is not kept in registers from one call to the next.
+__device__ __forceinline__ unsigned thread_again() {
+    unsigned thread = threadIdx.x;
+    asm volatile("" : "+r"(thread));
+    return thread;
+}
+
 /// Where a lane's 16 bytes are for words 4i to 4i + 3 of an operand of 64 rows, of which a warp has 16.
-__device__ __forceinline__ int place_straight(int i) {
-    int const lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+__device__ __forceinline__ int place_straight(int i, unsigned thread = threadIdx.x) {
+    int const lane = thread % 32, warp = thread / 32 % 4;
     return swizzled(16 * warp + lane % 16, lane / 16) ^ 32 * i;
 }
 /// The same in a panel that holds the operand's transpose.
@@ -289,11 +296,11 @@ __device__ __forceinline__ int place_transposed(int i) {
 }
 
 /// Writes 16 words of an operand to a panel.
-__device__ __forceinline__ void store_operand(std::uint32_t const* a, char* panel) {
+__device__ __forceinline__ void store_operand(std::uint32_t const* a, char* panel, unsigned thread = threadIdx.x) {
 #pragma unroll
     for (int i = 0; i < 4; ++i)
         cute::SM90_U32x4_STSM_N::copy(a[4 * i], a[4 * i + 1], a[4 * i + 2], a[4 * i + 3],
-                                      *reinterpret_cast<cute::uint128_t*>(panel + place_straight(i)));
+                                      *reinterpret_cast<cute::uint128_t*>(panel + place_straight(i, thread)));
 }
 __device__ __forceinline__ void load_operand(char const* panel, std::uint32_t* a) {
 #pragma unroll
@@ -302,8 +309,9 @@ __device__ __forceinline__ void load_operand(char const* panel, std::uint32_t* a
                                       a[4 * i + 1], a[4 * i + 2], a[4 * i + 3]);
 }
 /// The same from a triangle.
-__device__ __forceinline__ void load_triangle_operand(char const* triangle, std::uint32_t* a) {
-    int const lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane % 16;
+__device__ __forceinline__ void load_triangle_operand(char const* triangle, std::uint32_t* a,
+                                                      unsigned thread = threadIdx.x) {
+    int const lane = thread % 32, row = thread / 32 % 4 * 16 + lane % 16;
 #pragma unroll
     for (int i = 0; i < 4; ++i)
         cute::SM75_U32x4_LDSM_N::copy(

@@ -93,21 +93,21 @@ inline results run(head const& in) {
 
         matrix const dx = bf16(c.onward.asDiagonal() * (y * ds.transpose()));
         matrix const e = lower(in.scale * (c.dout * y.transpose()).cwiseProduct(c.decay));
-        matrix const h = e.cwiseProduct(c.scores * c.a), weighted = bf16(h * c.beta.asDiagonal());
+        matrix const h = bf16(e).cwiseProduct(c.scores * c.a), weighted = bf16(h * c.beta.asDiagonal());
         matrix const dscores = bf16(lower(bf16(e * c.beta.asDiagonal()) * c.a.transpose()));
         matrix const kdx = c.k * dx.transpose();
         matrix const inner = bf16((kdx + c.scores.transpose() * bf16(e)) * c.beta.asDiagonal());
         matrix const z = -strictly_lower(c.a.transpose() * bf16(inner * c.a.transpose()));
         matrix const zb = bf16(c.beta.asDiagonal() * z);
-        matrix const reading = in.scale * (c.e.asDiagonal() * (c.dout * s.transpose()));
+        matrix const read = c.dout * s.transpose();
         vector const t = c.a.cwiseProduct(kdx).colwise().sum();
-        r.dq.middleRows(begin, n) = reading + dscores * c.k;
+        r.dq.middleRows(begin, n) = in.scale * (c.e.asDiagonal() * read) + dscores * c.k;
         r.dk.middleRows(begin, n) = bf16(c.a * c.beta.asDiagonal()) * dx - bf16(c.e.asDiagonal() * dv) * s.transpose() +
                                     dscores.transpose() * c.q + (zb + zb.transpose()) * c.k;
         r.dbeta.segment(begin, n) =
             t + h.colwise().sum().transpose() + z.cwiseProduct(c.k * c.k.transpose()).rowwise().sum();
-        vector const rows =
-            c.q.cwiseProduct(reading).rowwise().sum() - c.e.cwiseProduct(dv.cwiseProduct(c.k * s).rowwise().sum());
+        vector const rows = c.e.cwiseProduct(in.scale * c.q.cwiseProduct(bf16(read)).rowwise().sum() -
+                                             dv.cwiseProduct(c.k * s).rowwise().sum());
         double const whole = c.e[n - 1] * s.cwiseProduct(ds).sum();
         for (Index j = 0; j < n; ++j)
             r.dg[begin + j] =
