@@ -102,8 +102,8 @@ __device__ __forceinline__ void load_tokens(barrier& full, barrier& landed, int&
     if (!whole) wait(landed, landings++ % 2);
 }
 
-/// Adds, for 8 rows of x and y of 16 numbers each that lie alike in a warp's registers, x_i . y_i to the diagonal of sum,
-/// which a lane of a row's four has; the rest of it says nothing.
+/// Adds, for 8 rows of x and y, 16 numbers each, that lie alike in a warp's registers, x_i . y_i to the sum's diagonal,
+/// which a lane of a row's four has; the rest says nothing.
 __device__ __forceinline__ void multiply_diagonal(float (&sum)[4], std::uint32_t const (&x)[4], std::uint32_t y0,
                                                   std::uint32_t y1) {
     cute::SM80_16x8x16_F32BF16BF16F32_TN::fma(sum[0], sum[1], sum[2], sum[3], x[0], x[1], x[2], x[3], y0, y1, sum[0],

@@ -21,9 +21,8 @@ public:
     /// `back`: of what moves everything back, if this is transposed.
     explicit late_plan(maker* list, std::shared_ptr<late_plan const> back = {}) : list_(list), back_(std::move(back)) {}
     cpx::plan const& made(any_tokens const& from, any_tokens const& to, int rank) const {
-        std::call_once(asked_, [&] {
-            made_.emplace(back_ ? back_->made(to, from, rank).transposed() : list_(from, to, rank));
-        });
+        std::call_once(
+            asked_, [&] { made_.emplace(back_ ? back_->made(to, from, rank).transposed() : list_(from, to, rank)); });
         return *made_;
     }
     maker* list() const { return list_; }
