@@ -103,7 +103,8 @@ def tell(names: dict[str, Any], classes: Iterable[type] = (), traced: Callable[[
         elif isinstance(thing, type) and not issubclass(thing, (Error, tuple)):
             for of, method in list(vars(thing).items()):
                 if _is_function(method) and (of == "__init__" and thing in classes or of == "__call__" or of[0] != "_"):
-                    setattr(thing, of, told(method, name if of[0] == "_" else f"{name}.{of}", traced))
+                    made = told(method, name if of[0] == "_" else f"{name}.{of}", traced)
+                    setattr(thing, of, staticmethod(made) if type(method).__name__ == "nb_func" else made)
 
 
 def _is_function(thing) -> bool:

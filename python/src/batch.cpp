@@ -114,8 +114,12 @@ tokens that count, at the front of each.)")
             "sequence",
             [](cpx::thd const& b, index_t row) { return b.sequence(index_in("thd", "row", row, b.tokens())); }, "row"_a,
             "Returns the sequence that holds a global row.")
-        .def("__eq__", [](cpx::thd const& a,
-                          nb::object b) { return nb::isinstance<cpx::thd>(b) && a == nb::cast<cpx::thd const&>(b); })
+        .def(
+            "__eq__",
+            [](cpx::thd const& a, nb::object b) {
+                return nb::isinstance<cpx::thd>(b) && a == nb::cast<cpx::thd const&>(b);
+            },
+            nb::arg().none())
         .def("__hash__", [](cpx::thd const& b) { return static_cast<std::int64_t>(b.hash() >> 2); })
         .def("__repr__",
              [](cpx::thd const& b) {
@@ -150,9 +154,18 @@ Sequence s lies in rows start(s) and after. The buffer may be a (rows, columns) 
         .def(
             "rows", [](cpx::packing const& p) { return to_numpy(p.rows()); },
             "Returns the buffer's row of every row of the batch: (tokens,) int64, ascending.")
-        .def("__eq__", [](cpx::packing const& a, nb::object b) {
-            return nb::isinstance<cpx::packing>(b) && a == nb::cast<cpx::packing const&>(b);
-        });
+        .def(
+            "__eq__",
+            [](cpx::packing const& a, nb::object b) {
+                return nb::isinstance<cpx::packing>(b) && a == nb::cast<cpx::packing const&>(b);
+            },
+            nb::arg().none())
+        .def("__hash__",
+             [](cpx::packing const& p) {
+                 return static_cast<std::int64_t>(cpx::detail::mix(p.batch().hash(), std::uint64_t(p.buffer_rows())) >>
+                                                  2);
+             })
+        .def(unchanging());
 
     m.def("thd_from_positions", from_positions, "positions"_a, "pad"_a, "columns"_a = -1,
           R"(Returns the batch of position ids: a sequence begins at every 0 and goes on; -1 is padding behind it.

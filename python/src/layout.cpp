@@ -66,7 +66,11 @@ layout_value table_of(int ranks, nb::object owners) {
     std::string text = "table(" + std::to_string(ranks) + ", [";
     for (std::size_t c = 0; c < std::min<std::size_t>(list.size(), 16); ++c)
         text += (c > 0 ? ", " : "") + std::to_string(list[c]);
-    return {cpx::table(ranks, list), text + (list.size() > 16 ? ", ...])" : "])")};
+    if (list.size() <= 16) return {cpx::table(ranks, list), text + "])"};
+    std::uint64_t all = list.size(); // layouts are told from each other by their text
+    for (int const owner : list) all = cpx::detail::mix(all, static_cast<std::uint64_t>(owner));
+    return {cpx::table(ranks, list),
+            text + ", ... of " + std::to_string(list.size()) + ", hash " + std::to_string(all) + "])"};
 }
 
 layout_value choice_of(layout_value const& first, layout_value const& second, index_t multiple) {
@@ -130,10 +134,14 @@ void bind_layout(nb::module_& m) {
 Made by sequential, zigzag, striped, table and by_length.)")
         .def_prop_ro(
             "ranks", [](layout_value const& l) { return l.ranks(); }, "How many ranks share the chunks.")
-        .def("__eq__",
-             [](layout_value const& a, nb::object b) {
-                 return nb::isinstance<layout_value>(b) && a.text == nb::cast<layout_value const&>(b).text;
-             })
+        .def(
+            "__eq__",
+            [](layout_value const& a, nb::object b) {
+                return nb::isinstance<layout_value>(b) && a.text == nb::cast<layout_value const&>(b).text;
+            },
+            nb::arg().none())
+        .def("__hash__", [](layout_value const& l) { return nb::hash(nb::str(l.text.c_str())); })
+        .def(unchanging())
         .def("__repr__", [](layout_value const& l) { return "cpx." + l.text; });
     m.def(
         "sequential", [](int ranks) { return layout_of<cpx::sequential<>>("sequential", ranks); }, "ranks"_a,
@@ -151,6 +159,14 @@ Made by sequential, zigzag, striped, table and by_length.)")
 
     nb::class_<cut_value>(m, "Cut", "Where chunks begin: balanced, or aligned to multiples of some tokens.")
         .def_ro("unit", &cut_value::unit, "Tokens of which chunks begin at multiples; 1 if they are balanced.")
+        .def(
+            "__eq__",
+            [](cut_value a, nb::object b) {
+                return nb::isinstance<cut_value>(b) && a.unit == nb::cast<cut_value const&>(b).unit;
+            },
+            nb::arg().none())
+        .def("__hash__", [](cut_value c) { return c.unit; })
+        .def(unchanging())
         .def("__repr__", [](cut_value c) {
             return c.unit == 1 ? std::string("cpx.balanced") : "cpx.aligned(" + std::to_string(c.unit) + ')';
         });
@@ -262,10 +278,13 @@ Made by shard, head_sharded, replicated and piecewise. Immutable; equal if layou
             },
             "carry"_a, "chunk"_a = 64,
             "Returns whether an operator that works in chunks of tokens has bitwise the results of one rank.")
-        .def("__eq__",
-             [](any_layout const& a, nb::object b) {
-                 return nb::isinstance<any_layout>(b) && a == nb::cast<any_layout const&>(b);
-             })
+        .def(
+            "__eq__",
+            [](any_layout const& a, nb::object b) {
+                return nb::isinstance<any_layout>(b) && a == nb::cast<any_layout const&>(b);
+            },
+            nb::arg().none())
+        .def(unchanging())
         .def("__hash__",
              [](any_layout const& s) { // differs between shardings of one batch, which dictionaries need not compare
                  auto const own = s.visit([](auto const& of) { return of.end().hash; });

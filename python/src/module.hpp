@@ -6,6 +6,16 @@
 
 namespace binding {
 
+/// Of a class whose objects never change: a copy is the object itself.
+struct unchanging : nanobind::def_visitor<unchanging> {
+    template <class C, class... Extra>
+    void execute(C& c, Extra const&...) {
+        c.def("__copy__", [](nanobind::object self) { return self; });
+        c.def(
+            "__deepcopy__", [](nanobind::object self, nanobind::object) { return self; }, nanobind::arg("memo"));
+    }
+};
+
 void bind_batch(nanobind::module_& m);
 void bind_layout(nanobind::module_& m);
 void bind_plan(nanobind::module_& m);

@@ -169,7 +169,7 @@ At most one message a peer; rows that stay are copied once.)");
     bind_messages(
         relayout, [](relayout_value const& r) -> cpx::plan const& { return r.plan; },
         [](relayout_value const& r) -> cpx::plan const& { return r.whole(); });
-    relayout
+    relayout.def(unchanging())
         .def_prop_ro(
             "source", [](relayout_value const& r) { return r.from; }, "The sharding from which it leads.")
         .def_prop_ro(
@@ -185,7 +185,9 @@ At most one message a peer; rows that stay are copied once.)");
             "transposed",
             [](relayout_value const& r) {
                 relayout_value back{r.plan.transposed(), r.to, r.from, !r.back};
-                if (r.late) back.late = std::make_shared<late_plan const>(r.late->list(), r.late);
+                if (r.late) // or a plan there, back, there again would have all before it
+                    back.late =
+                        r.late->back() ? r.late->back() : std::make_shared<late_plan const>(r.late->list(), r.late);
                 return back;
             },
             "Returns the plan that moves everything back: the backward of this one.")
@@ -225,7 +227,8 @@ Any pair of shardings of one batch. Pure: no communication; every rank makes its
     nb::class_<halo_value> halo(m, "Halo", "The rows beside a rank's segments: what a convolution needs of others.");
     auto const plan_of_halo = [](halo_value const& h) -> cpx::plan const& { return h.plan(); };
     bind_messages(halo, plan_of_halo, plan_of_halo);
-    halo.def_prop_ro(
+    halo.def(unchanging())
+        .def_prop_ro(
             "sharding", [](halo_value const& h) { return h.sharding; }, "The sharding of the rows.")
         .def_prop_ro(
             "reach", [](halo_value const& h) { return visit_plan(h, [](auto const& p, auto&) { return p.reach; }); },
@@ -256,6 +259,7 @@ Any pair of shardings of one batch. Pure: no communication; every rank makes its
         "Returns the plan by which a rank gets the `reach` rows beside each of its segments, and gives its own.");
 
     nb::class_<carry_value>(m, "Carry", "How recurrent states are handed along the segments of a sequence.")
+        .def(unchanging())
         .def_prop_ro(
             "sharding", [](carry_value const& c) { return c.sharding; }, "The sharding of the rows.")
         .def_prop_ro(

@@ -26,6 +26,7 @@ public:
         return *made_;
     }
     maker* list() const { return list_; }
+    std::shared_ptr<late_plan const> const& back() const { return back_; }
 
 private:
     maker* list_;

@@ -130,6 +130,22 @@ def test_the_transpose_of_a_copy_adds_in_rank_order():
     assert np.array_equal(cpx.relayout(source, everywhere, 0).transposed().rows_matrix(), matrix.T)
 
 
+def test_what_never_changes_is_compared_hashed_and_copied():
+    batch = cpx.thd([0, 7, 20])
+    z = cpx.shard(batch, cpx.zigzag(2))
+    plans = cpx.relayout(z, z, 0), cpx.halo(z, 0, 1), cpx.carry(z, 0)
+    for x in (batch, z, cpx.zigzag(2), cpx.balanced, cpx.packing(batch, None, 20)):
+        assert x != None and not x == None and None not in [x] and x != "x"  # noqa: E711
+        assert len({x, copy.copy(x), copy.deepcopy(x)}) == 1
+    for x in (z, cpx.zigzag(2), cpx.aligned(4), *plans):
+        assert copy.copy(x) is x and copy.deepcopy([x])[0] is x
+    assert len({cpx.zigzag(2), cpx.zigzag(2), cpx.zigzag(3)}) == 2
+    assert len({cpx.aligned(4), cpx.aligned(4), cpx.aligned(8), cpx.balanced}) == 3
+    long = [cpx.table(2, [0] * 16 + list(rest)) for rest in ((1, 1), (0, 1), (1, 1), (0, 1, 1))]
+    assert long[0] == long[2] and len(set(long)) == 3 and "of 18" in repr(long[0])
+    assert batch.from_lengths([3, 4]) == cpx.thd([0, 3, 7])  # a static method, of an object
+
+
 def test_the_example_runs():
     example = Path(__file__).resolve().parents[1] / "examples" / "relayout.py"
     for ranks in (1, 3):

@@ -1508,14 +1508,16 @@ def test_drop_ins_take_tensors_on_devices(comm):
 
 
 def test_exchanges_around_a_layer_take_tensors_on_devices(comm):
-    tokens, sections = 8 * world, [4 * world, 2 * world]
+    tokens = 8 * world
     own = torch.from_numpy(cpx.shard(cpx.thd([0, tokens]), cpx.zigzag(world)).global_rows(rank))
-    whole = numbers(tokens, 2, sum(sections)).to(device, torch.bfloat16)
-    mine = whole[own.to(device)]
-    y = megatron.tensor_a2a_cp2hp(mine, 0, -1, dist.group.WORLD, split_sections=sections)
-    assert torch.equal(y, torch.cat([part.chunk(world, -1)[rank] for part in whole.split(sections, -1)], -1))
-    back = megatron.tensor_a2a_hp2cp(y, 0, -1, dist.group.WORLD, split_sections=[n // world for n in sections])
-    assert torch.equal(back, mine)
+    for widths in ([4, 2], [6, 6, 8, 8, 2, 2]):  # of a batch of two: more sections than one kernel takes
+        sections = [n * world for n in widths]
+        whole = numbers(tokens, 2, sum(sections)).to(device, torch.bfloat16)
+        mine = whole[own.to(device)]
+        y = megatron.tensor_a2a_cp2hp(mine, 0, -1, dist.group.WORLD, split_sections=sections)
+        assert torch.equal(y, torch.cat([part.chunk(world, -1)[rank] for part in whole.split(sections, -1)], -1))
+        back = megatron.tensor_a2a_hp2cp(y, 0, -1, dist.group.WORLD, split_sections=widths)
+        assert torch.equal(back, mine)
 
     of = types.SimpleNamespace(sp_world_size=world, rp_world_size=1, _sp_group=dist.group.WORLD)
     whole = numbers(2, tokens, 2 * world, 4).to(device, torch.bfloat16)

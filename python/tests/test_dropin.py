@@ -300,17 +300,18 @@ def test_megatron_exchanges_all_sections_of_a_packed_batch_at_once(cu, ranks):
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("balanced", [True, False])
-def test_megatron_rows_of_one_length_keep_their_batch(balanced, ranks):
-    whole = rows_of((0, 24), 2 * 36).view(24, 2, 36)
+@pytest.mark.parametrize("sections", [[12, 24], [24, 36], [24, 24, 36, 36, 12, 12]])
+def test_megatron_rows_of_one_length_keep_their_batch(sections, balanced, ranks):
+    whole = rows_of((0, 24), 2 * sum(sections)).view(24, 2, sum(sections))
     layout = cpx.zigzag(ranks) if balanced else cpx.sequential(ranks)
     sharding = cpx.shard(cpx.thd([0, 24]), layout)
 
     def program(comm):
         x = whole[own(sharding, comm.rank)]
-        y = megatron.tensor_a2a_cp2hp(x, 0, -1, comm, [12, 24], undo_attention_load_balancing=balanced)
-        share = torch.cat([p.chunk(ranks, -1)[comm.rank] for p in whole.split([12, 24], -1)], -1)
+        y = megatron.tensor_a2a_cp2hp(x, 0, -1, comm, sections, undo_attention_load_balancing=balanced)
+        share = torch.cat([p.chunk(ranks, -1)[comm.rank] for p in whole.split(sections, -1)], -1)
         assert torch.equal(y, share)
-        shares = [12 // ranks, 24 // ranks]
+        shares = [n // ranks for n in sections]
         z = megatron.tensor_a2a_hp2cp(y, 0, -1, comm, shares, redo_attention_load_balancing=balanced)
         assert torch.equal(z, x)
         uneven = rf"tensor_a2a_cp2hp: sections: expected multiples of {ranks} ranks, got \[7\]"

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """cpx.torch on ranks that are threads: results and gradients against one rank, torch.compile, checkpoints, errors."""
 
+import copy
 import gc
 import importlib.util
 import inspect
@@ -1159,6 +1160,33 @@ def test_a_plan_lives_until_the_backward_of_its_calls():
         gc.collect()
         y.sum().backward()
         assert torch.equal(x.grad, torch.ones(10, 2))
+
+    one_rank(program)
+
+
+def test_a_copy_of_a_plan_is_the_plan():
+    def program(comm):
+        comm = ct.communicator(comm)
+        s = cpx.shard(small, cpx.zigzag(1))
+        for plan in (ct.relayout(s, s, comm), ct.halo(s, comm, 1), ct.carry(s, comm)):
+            assert copy.copy(plan) is plan and copy.deepcopy([plan])[0] is plan
+        gc.collect()
+        x = torch.ones(10, 2)
+        assert torch.equal(ct.exchange(x, ct.relayout(s, s, comm), comm), x)
+
+    one_rank(program)
+
+
+def test_arguments_of_plans_are_told_by_the_function_that_was_called():
+    def program(comm):
+        s = cpx.shard(small, cpx.zigzag(1))
+        for call, text in (
+            (lambda: ct.relayout(1, s, comm), "relayout: source: expected .*Sharding"),
+            (lambda: ct.halo(s, comm, "a"), "halo: reach: expected int"),
+            (lambda: ct.carry(3, comm), "carry: sharding: expected .*Sharding"),
+        ):
+            with pytest.raises(cpx.Error, match=text):
+                call()
 
     one_rank(program)
 

@@ -20,7 +20,7 @@ def _between(where, tensor, ranks, sections, cu, balanced):
     uneven = [n for n in sections if n % ranks]
     if uneven:
         raise cpx.Error(where, "sections", f"multiples of {ranks} ranks", uneven)
-    by_features = tuple((n, 1) for n in sections) * tensor.shape[1]
+    by_features = tuple((ranks, n // ranks) for n in sections) * tensor.shape[1]
     return sharding(zigzag if balanced else packed, cu, ranks), sharding(by_heads, cu, ranks, by_features)
 
 

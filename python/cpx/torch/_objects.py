@@ -42,6 +42,12 @@ class _Held:
         self.handle = next(_handles)
         _objects[self.handle] = weakref.ref(self)
 
+    def __copy__(self) -> Any:  # it never changes, and a copy would end its handle
+        return self
+
+    def __deepcopy__(self, memo: object) -> Any:
+        return self
+
     def __del__(self, known: dict[int, Any] = _objects) -> None:  # costs less than a function for each reference
         known.pop(self.handle, None)
 
@@ -103,6 +109,9 @@ class Communicator:
 
     def plan(self, kind: Callable[..., Plan], *key: object) -> Plan:
         """Returns kind(*key), the one of an earlier call if there is one."""
+        return self._plan(kind, *key)
+
+    def _plan(self, kind: Callable[..., Plan], *key: object) -> Plan:  # as above, for functions that tell of arguments
         at = kind, *key
         found = self._plans.get(at)
         if found is None:
@@ -270,7 +279,7 @@ def relayout(source: _ext.Sharding, target: _ext.Sharding, comm: AnyCommunicator
     Pure: no communication. Kept by the communicator: a second call of the same shardings costs a look-up.
     """
     comm = taken_comm("relayout", comm)
-    return comm.plan(_relayout, source, target, comm.rank)
+    return comm._plan(_relayout, source, target, comm.rank)
 
 
 def halo(sharding: _ext.Sharding, comm: AnyCommunicator, reach: int, side: str = "before") -> Halo:
@@ -279,7 +288,7 @@ def halo(sharding: _ext.Sharding, comm: AnyCommunicator, reach: int, side: str =
     Of a convolution of K taps: reach K - 1, "before".
     """
     comm = taken_comm("halo", comm)
-    return comm.plan(_halo, sharding, comm.rank, reach, side)
+    return comm._plan(_halo, sharding, comm.rank, reach, side)
 
 
 def carry(
@@ -290,7 +299,7 @@ def carry(
     heads: Heads(...) of all ranks, where a rank holds a share of the heads; else they are those of q and v.
     """
     comm = taken_comm("carry", comm)
-    return comm.plan(_carry, sharding, comm.rank, how, None if heads is None else tuple(heads))
+    return comm._plan(_carry, sharding, comm.rank, how, None if heads is None else tuple(heads))
 
 
 # By the extension itself: of wrong arguments the functions above tell.

@@ -85,7 +85,7 @@ template <class T>
 struct window_or_messages {
     std::unique_ptr<window_move<bits_of<T>>> stored;
     std::unique_ptr<cuda::exchange<T>> sent;
-    cpx::index_t sequences = 0;
+    cpx::capacity most; ///< of what comes
     bool by_window = false;
 };
 
@@ -131,14 +131,14 @@ void run(char const* where, device_group& g, relayout_value const& plan, cpx::ro
         bool const way = both && first > second; // the other than that by which both are known
         if (way) std::swap(first, second);
         auto const known = way ? p.id.transposed(true) : p.id;
-        std::optional<cpx::capacity> asked;
         auto const prepare = [&](prepared& made) {
             auto const id = known.template for_elements<T>(row);
-            made.by_window = has_tables(plan, made.sequences) && g.has_room(most());
+            made.by_window = has_tables(plan, made.most.sequences) && g.has_room(most());
             if (made.by_window) {
                 if (!made.stored) {
                     cuda::detail::agree(g.nccl(), p.id.template for_elements<T>(row), p, cpx::caller::here());
-                    made.stored = std::make_unique<window_move<bits_of<T>>>(plan, row, g, made.sequences, way, both);
+                    made.stored =
+                        std::make_unique<window_move<bits_of<T>>>(plan, row, g, made.most.sequences, way, both);
                 }
                 auto const print = cpx::detail::mix(0, id.fingerprint());
                 made.stored->set(plan, static_cast<std::uint32_t>(print ^ print >> 32), way, comm.stream());
@@ -146,16 +146,15 @@ void run(char const* where, device_group& g, relayout_value const& plan, cpx::ro
             }
             cpx::plan const next = way ? plan.whole().transposed() : plan.whole();
             if (made.sent) return made.sent->set({&next, 1}, comm.stream());
-            cuda::exchange_options const of{.room = asked ? room(*asked) : std::nullopt};
+            cuda::exchange_options const of{.room = room(made.most)};
             made.sent = std::make_unique<cuda::exchange<T>>(next, row, g.nccl(), of);
         };
         auto& by = g.find<prepared>(
             where, {first, second, std::uint64_t{3} + (plan.back && !both), static_cast<std::uint64_t>(row)},
             known.fingerprint(), need,
             [&](cpx::capacity const& most) {
-                asked = most;
                 auto made = std::make_unique<prepared>();
-                made->sequences = std::max(most.sequences, plan.from.batch().sequences());
+                made->most = {most.rows, std::max(most.sequences, plan.from.batch().sequences())};
                 prepare(*made);
                 return made;
             },

@@ -39,7 +39,7 @@ struct few_by_length {
 };
 
 /// Whether kernels compute where rows of a sharding are; known from its layout, scope and cut, for every batch alike.
-inline bool computed(any_rows const&) { return true; }
+inline bool computed(any_rows const& s) { return std::ssize(s.sections()) <= cpx::kernels::most_sections; }
 inline bool computed(any_tokens const& s) {
     chunk_list const& of = s.policy();
     return of.first > 0 && std::max(of.first, of.chunks() - of.first) <= few_chunks::most &&
