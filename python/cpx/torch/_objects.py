@@ -94,7 +94,8 @@ class Communicator:
         reach each other's memory (NVLink), the NCCL that is loaded has windows, and the communicator one. "messages":
         sent and received by NCCL. "undecided": there was none yet. "host": tensors are on the CPU. The bits that come
         are the same. By messages come, in any case, rows that are added, as gradients of copies are, between heads and
-        heads, of layouts of more than 32 chunks or 8 ranks, and of whole batches cut at multiples.
+        heads, of more than 8 sections, of layouts of more than 32 chunks or 8 ranks, and of whole batches cut at
+        multiples.
         """
         return "host" if self.device.type == "cpu" else self.of.exchange_path
 
