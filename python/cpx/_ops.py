@@ -543,6 +543,7 @@ class Movement:
         self, source: Sharding, target: Sharding, width: int, rows: int, sequences: int, comm: Communicator
     ) -> None:
         _require_comm("movement", comm)
+        require(hasattr(width, "__index__") and width >= 1, "movement", "width", "a number, at least 1", width)
         self.comm, self.width, self.rows, self.sequences = comm, width, rows, sequences
         self._like = source, target
         self._source = self._target = None
@@ -574,8 +575,14 @@ class Movement:
         return self._plan
 
     def __call__(self, x: Array, out: Array | None = None) -> Array:
-        return exchange(self._plan, x, self.comm, out)
+        return self._move(self._plan, x, out)
 
     def transposed(self, dy: Array, out: Array | None = None) -> Array:
         """Moves rows back: the backward of a call, which adds what was copied."""
-        return exchange(self._back, dy, self.comm, out)
+        return self._move(self._back, dy, out)
+
+    def _move(self, plan, x, out):
+        width = plan.source_width or self.width
+        if (shape := getattr(x, "shape", None)) is not None:
+            require(math.prod(shape[1:]) == width, "movement", "elements of a row", width, math.prod(shape[1:]))
+        return exchange(plan, x, self.comm, out)

@@ -358,6 +358,12 @@ def test_a_movement_takes_other_batches():
         large = cpx.thd([0, 60])
         with pytest.raises(cpx.Error, match="rows and sequences of the batch: expected at most 8, 3, got 20, 1"):
             move.set(cpx.shard(large, cpx.zigzag(3)), cpx.shard(large, cpx.sequential(3)))
+        for call in (move, move.transposed):
+            with pytest.raises(cpx.Error, match="movement: elements of a row: expected 2, got 3"):
+                call(np.zeros((move.plan.source_rows, 3)))
+        for width in (0, -2, "a", 1.5):
+            with pytest.raises(cpx.Error, match="width"):
+                cpx.Movement(*pairs[0], width=width, rows=8, sequences=3, comm=comm)
 
     cpx.run(3, program)
 
