@@ -46,16 +46,17 @@ struct grad_memory {
     char dout[2 * panel_bytes], dy[2 * panel_bytes];
     char state[state_bytes], dstate[state_bytes];
     char inverse[2][panel_bytes]; ///< A
-    char scores[panel_bytes];     ///< B
-    char e[panel_bytes];          ///< E, then N A'^T, then Z
-    char dscores[panel_bytes];    ///< dB
+    char scores[panel_bytes];     ///< B^T
+    char e[panel_bytes];          ///< diag(b) E^T, then diag(b) N^T A, then Z
+    char dscores[panel_bytes];    ///< dB^T
     char dx[2 * panel_bytes];
     delta_gates gates[2];
-    float reading[2][delta_chunk];                                         ///< sums along rows, of dg: of queries, keys
-    float products[delta_chunk];                                           ///< and of db
-    float t[4][delta_chunk], down[4][delta_chunk], across[4][delta_chunk]; ///< of 16 rows each: t, H's columns, dg's
-    float inner[2];                                                        ///< <S, dS'>, of a half each
-    grad_task tasks[2];                                                    ///< with the keys
+    float reading[2][delta_chunk];            ///< sums along rows, of dg: of queries, keys
+    float t[delta_chunk], own[delta_chunk];   ///< t; and of A.N, which is t and H's columns
+    float products[delta_chunk];              ///< of X.(K K^T)
+    float across[4][delta_chunk];             ///< of dg, of 16 rows each
+    float inner[2];                           ///< <S, dS'>, of a half each
+    grad_task tasks[2];                       ///< with the keys
     barrier keys_full[2], keys_empty[2], queries_full, queries_empty;
     barrier values_full, values_empty; ///< V, dO, dY
     barrier state_full, state_empty, dstate_full, dstate_empty;
@@ -102,19 +103,36 @@ __device__ __forceinline__ void load_tokens(barrier& full, barrier& landed, int&
     if (!whole) wait(landed, landings++ % 2);
 }
 
-/// Adds, for 8 rows of x and y, 16 numbers each, that lie alike in a warp's registers, x_i . y_i to the sum's diagonal,
-/// which a lane of a row's four has; the rest says nothing.
-__device__ __forceinline__ void multiply_diagonal(float (&sum)[4], std::uint32_t const (&x)[4], std::uint32_t y0,
-                                                  std::uint32_t y1) {
-    cute::SM80_16x8x16_F32BF16BF16F32_TN::fma(sum[0], sum[1], sum[2], sum[3], x[0], x[1], x[2], x[3], y0, y1, sum[0],
-                                              sum[1], sum[2], sum[3]);
-}
+/// Of rows of x and y, operands of 16 rows a warp, the products x_i . y_i: by tensor cores, as a diagonal, of which a
+/// lane of a row's four has the sum; the others have what says nothing.
+struct row_products {
+    float upper[4] = {}, lower[4] = {}; ///< of rows 0 to 7, and 8 to 15
+
+    /// Adds 16 columns: four words of each operand.
+    __device__ __forceinline__ void add(std::uint32_t const* x, std::uint32_t const* y) {
+        multiply(upper, x, y[0], y[2]);
+        multiply(lower, x, y[1], y[3]);
+    }
+    template <std::size_t N>
+    __device__ __forceinline__ void add_all(std::uint32_t const (&x)[N], std::uint32_t const (&y)[N]) {
+#pragma unroll
+        for (int k = 0; k < N; k += 4) add(x + k, y + k);
+    }
+    __device__ __forceinline__ float first() const { return second() ? upper[1] : upper[0]; }
+    __device__ __forceinline__ float last() const { return second() ? lower[3] : lower[2]; } ///< 8 rows on
+    static __device__ __forceinline__ bool second() { return threadIdx.x / 4 % 2; }
+    static __device__ __forceinline__ void multiply(float (&sum)[4], std::uint32_t const* x, std::uint32_t y0,
+                                                    std::uint32_t y1) {
+        cute::SM80_16x8x16_F32BF16BF16F32_TN::fma(sum[0], sum[1], sum[2], sum[3], x[0], x[1], x[2], x[3], y0, y1,
+                                                  sum[0], sum[1], sum[2], sum[3]);
+    }
+};
 
 /// Adds f (S x_i) to the rows of sum for the 64 tokens x_i of a chunk, and returns what f (S x_i) . other_i adds up to,
-/// as `multiply_diagonal` leaves it: by tensor cores, from S x_i rounded.
+/// by lanes as `row_products` has it: from S x_i rounded.
 __device__ __forceinline__ void add_states(float (&sum)[64], float (&along)[2], char const* x, char const* state,
                                            char const* other, float const (&f)[2]) {
-    float upper[4] = {}, lower[4] = {}; // of rows 0 to 7, and 8 to 15
+    row_products products;
     int const place = place_straight(0, thread_again());
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -136,13 +154,11 @@ __device__ __forceinline__ void add_states(float (&sum)[64], float (&along)[2], 
                 sum[32 * half + at] = fmaf(f[i % 2], product[at], sum[32 * half + at]);
                 sum[32 * half + at + 1] = fmaf(f[i % 2], product[at + 1], sum[32 * half + at + 1]);
             }
-            multiply_diagonal(upper, rounded, words[0], words[2]);
-            multiply_diagonal(lower, rounded, words[1], words[3]);
+            products.add(rounded, words);
         }
     }
-    bool const second = threadIdx.x / 4 % 2;
-    along[0] = f[0] * (second ? upper[1] : upper[0]);
-    along[1] = f[1] * (second ? lower[3] : lower[2]);
+    along[0] = f[0] * products.first();
+    along[1] = f[1] * products.last();
 }
 
 /// Rounds 64 rows of 128 and stores the first n of them, by a warpgroup, by way of two panels of which each warp has
@@ -169,6 +185,22 @@ __device__ __forceinline__ void store_gradient(float const (&sum)[64], char* pan
     __syncwarp();
     cutlass::arch::fence_view_async_shared(); // the copy engine writes there next
 }
+
+/// The bits of a 64 x 64 operand's words that are below its diagonal.
+struct below_diagonal {
+    std::uint32_t squares[9]; ///< of 8 x 8, by how far right of a warp's first rows they are
+
+    __device__ __forceinline__ below_diagonal(int warp, int lane) {
+        int const below = lane / 4 - lane % 4 * 2;
+        std::uint32_t const diagonal = below >= 2 ? ~0u : below == 1 ? 0xffffu : 0u;
+#pragma unroll
+        for (int i = 0; i < 9; ++i) {
+            squares[i] = i < 2 * warp + 1 ? ~0u : i == 2 * warp + 1 ? diagonal : 0u;
+            asm volatile("" : "+r"(squares[i])); // or they would be made at every use
+        }
+    }
+    __device__ __forceinline__ std::uint32_t operator[](int word) const { return squares[word / 2 - word % 2 + 1]; }
+};
 
 /// What a thread of `delta_rule_grad` knows, and what it does, by its role.
 template <bool Erases>
@@ -208,25 +240,10 @@ struct grad_block {
     static __device__ __forceinline__ void nothing() {}
     __device__ __forceinline__ bool is_last() const { return of_group + 1 == in.group; } ///< of a task's heads
     __device__ __forceinline__ char* keys() const { return memory->keys[task_turn & 1]; }
-    /// Returns the bits of word i of a 64 x 64 operand that are below the diagonal, or on it where that is wanted.
-    __device__ __forceinline__ std::uint32_t lower(int i, bool diagonal) const {
-        int const square = i / 2 - i % 2 - 2 * warp; // of 8 x 8, from the one on the diagonal on
-        int const below = lane / 4 - lane % 4 * 2 + (diagonal ? 1 : 0);
-        return square < 0 ? ~0u : square > 0 ? 0u : below >= 2 ? ~0u : below == 1 ? 0xffffu : 0u;
-    }
-    /// Writes sums of rows, as `multiply_diagonal` leaves them.
-    __device__ __forceinline__ void put_diagonal(float const (&along)[2], float* to) const {
+    /// Writes sums of rows, as `row_products` leaves them, when those of the turn before have been read.
+    __device__ __forceinline__ void put_rows(float first, float last, float* to) const {
         wait(memory->sums_empty, turn & 1 ^ 1);
-        if (lane / 8 == lane % 4) to[row] = along[0], to[row + 8] = along[1];
-    }
-    /// Writes sums of rows, of which four lanes have a share each.
-    __device__ __forceinline__ void put_sums(float const (&along)[2], float* to) const {
-        wait(memory->sums_empty, turn & 1 ^ 1);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            float const sum = add_row(along[i]);
-            if (lane % 4 == 0) to[row + 8 * i] = sum;
-        }
+        if (lane / 8 == lane % 4) to[row] = first, to[row + 8] = last;
     }
 
     // A warp each, and two for the second:
@@ -243,21 +260,14 @@ struct grad_block {
     template <bool OfKeys>
     __device__ void write_sums();
     __device__ void write_values();
-    __device__ void weigh_decays(delta_gates const& gates, float const (&g)[2], float const (&b)[32],
-                                 float const (&e)[32], std::uint32_t (&words)[16], std::uint32_t (&p)[16],
-                                 std::uint32_t (&h)[16]) const;
-    // What `multiply_tokens` does:
-    __device__ void round_lower(float const (&x)[32], std::uint32_t (&words)[16]) const;
-    __device__ void multiply_rows(std::uint32_t (&squares)[16]);
-    __device__ void weigh(delta_gates const& gates, float const (&ba)[32], float const (&e)[32],
-                          std::uint32_t (&words)[16], std::uint32_t (&weighted)[16], std::uint32_t (&h)[16],
-                          float (&down)[16]) const;
-    __device__ void put_h(std::uint32_t const (&h)[16], float (&down)[16]) const;
-    __device__ void multiply_outputs(delta_gates const& gates, char const* inverse, std::uint32_t (&words)[16]) const;
-    __device__ void multiply_n(delta_gates const& gates, char const* inverse, std::uint32_t (&words)[16]) const;
-    __device__ void put_columns(std::uint32_t const (&a)[16], float const (&x)[32]) const;
-    __device__ void write_z(delta_gates& gates, std::uint32_t const (&squares)[16], float const (&x)[32],
-                            std::uint32_t (&words)[16]);
+    // What `multiply_tokens` and `write_values` do:
+    template <class F>
+    __device__ void weigh(delta_gates const& gates, float const (&e)[32], below_diagonal const& below, F&& put) const;
+    __device__ void put_across(std::uint32_t const (&h)[16]) const;
+    __device__ void multiply_rows(std::uint32_t (&squares)[16], below_diagonal const& below);
+    __device__ void multiply_outputs(delta_gates const& gates, char const* inverse, below_diagonal const& below,
+                                     std::uint32_t (&words)[16], std::uint32_t (&h)[16]) const;
+    __device__ void multiply_n(char const* inverse, std::uint32_t (&words)[16]) const;
 };
 
 } // namespace delta

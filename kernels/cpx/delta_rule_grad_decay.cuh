@@ -36,15 +36,15 @@ __device__ __forceinline__ void grad_block<Erases>::write_sums() {
                 add_states(sum, along, memory->dout, memory->state, memory->queries, factor);
             arrive_warp(OfKeys ? memory->dstate_empty : memory->state_empty);
             arrive_warp(memory->values_empty);
-            put_diagonal(along, memory->reading[OfKeys]);
+            put_rows(along[0], along[1], memory->reading[OfKeys]);
             arrive_warp(memory->sums_full);
             wait(memory->dscores_full, turn & 1);
             keep(sum);
             cute::warpgroup_arrive();
             if constexpr (OfKeys)
-                multiply_panels<Major::MN, Major::MN, 4>(sum, memory->dscores, memory->queries, true);
+                multiply_panels<Major::K, Major::MN, 4>(sum, memory->dscores, memory->queries, true);
             else
-                multiply_panels<Major::K, Major::MN, 4>(sum, memory->dscores, keys(), true);
+                multiply_panels<Major::MN, Major::MN, 4>(sum, memory->dscores, keys(), true);
             cute::warpgroup_commit_batch();
             cute::warpgroup_wait<0>();
             keep(sum);
@@ -58,40 +58,17 @@ __device__ __forceinline__ void grad_block<Erases>::write_sums() {
         });
 }
 
-/// E, P and H, as operands, of the products B and dO V^T, `e`.
-template <bool Erases>
-__device__ __forceinline__ void grad_block<Erases>::weigh_decays(delta_gates const& gates, float const (&g)[2],
-                                                                 float const (&b)[32], float const (&e)[32],
-                                                                 std::uint32_t (&words)[16], std::uint32_t (&p)[16],
-                                                                 std::uint32_t (&h)[16]) const {
-#pragma unroll
-    for (int i = 0; i < 16; ++i) {
-        int const column = 8 * (i / 2) + lane % 4 * 2, token = row + i % 2 * 8;
-        float2 const sum = *reinterpret_cast<float2 const*>(gates.sum + column);
-        float const decay[2] = {in.scale * power_of_two(g[i % 2] - sum.x), in.scale * power_of_two(g[i % 2] - sum.y)};
-        float of_scores[2], of_values[2];
-#pragma unroll
-        for (int k = 0; k < 2; ++k) {
-            bool const earlier = column + k <= token;
-            of_scores[k] = earlier ? decay[k] * e[2 * i + k] : 0.0f;
-            of_values[k] = earlier ? decay[k] * b[2 * i + k] : 0.0f;
-        }
-        words[i] = two_bf16(of_scores[0], of_scores[1]);
-        p[i] = two_bf16(of_values[0], of_values[1]);
-        h[i] = two_bf16(of_scores[0] * b[2 * i], of_scores[1] * b[2 * i + 1]);
-    }
-}
-
 /// B, P and E, and dV.
 template <bool Erases>
 __device__ __forceinline__ void grad_block<Erases>::write_values() {
-    float b[32];
+    below_diagonal const below(warp, lane);
+    float b[32]; // B^T, and so are P and E
     each(
         [&] {
             wait(memory->queries_full, task_turn & 1);
             keep(b);
             cute::warpgroup_arrive();
-            multiply_panels<Major::K, Major::K, 8>(b, memory->queries, keys(), false);
+            multiply_panels<Major::K, Major::K, 8>(b, keys(), memory->queries, false);
             cute::warpgroup_commit_batch();
             cute::warpgroup_wait<0>();
             keep(b);
@@ -105,12 +82,16 @@ __device__ __forceinline__ void grad_block<Erases>::write_values() {
                 float e[32];
                 keep(e);
                 cute::warpgroup_arrive();
-                multiply_panels<Major::K, Major::K, 8>(e, memory->dout, memory->values, false);
+                multiply_panels<Major::K, Major::K, 8>(e, memory->values, memory->dout, false);
                 cute::warpgroup_commit_batch();
                 cute::warpgroup_wait<0>();
                 keep(e);
                 std::uint32_t words[16], p[16], h[16]; // E, P and H
-                weigh_decays(gates, g, b, e, words, p, h);
+                weigh(gates, e, below, [&](int i, std::uint32_t e, auto const& weighed) {
+                    words[i] = e;
+                    p[i] = weighed(b[2 * i], b[2 * i + 1]);
+                    h[i] = two_bf16(low_half(e) * b[2 * i], high_half(e) * b[2 * i + 1]);
+                });
                 wait(memory->z_empty, turn & 1 ^ 1); // what the turn before left has been read
                 store_operand(words, memory->dscores);
                 cutlass::arch::fence_view_async_shared();
@@ -118,11 +99,7 @@ __device__ __forceinline__ void grad_block<Erases>::write_values() {
                 join_group(group); // P of the turn before has been read
                 store_operand(p, memory->scores);
                 cutlass::arch::fence_view_async_shared();
-                float across[16];
-                add_across(h, across);
-                float2 const across_sums = add_columns(across);
-                wait(memory->sums_empty, turn & 1 ^ 1);
-                reinterpret_cast<float2*>(memory->across[warp])[lane] = across_sums;
+                put_across(h);
                 arrive_warp(memory->sums_full);
                 join_group(group);
             }
@@ -141,7 +118,7 @@ __device__ __forceinline__ void grad_block<Erases>::write_values() {
             for (int i = 0; i < 64; ++i) dv[i] *= onward[i / 2 % 2];
             keep(dv);
             cute::warpgroup_arrive();
-            multiply_panels<Major::MN, Major::MN, 4>(dv, memory->scores, memory->dout, true);
+            multiply_panels<Major::K, Major::MN, 4>(dv, memory->scores, memory->dout, true);
             cute::warpgroup_commit_batch();
             cute::warpgroup_wait<0>();
             keep(dv);

@@ -108,15 +108,16 @@ __device__ __forceinline__ void grad_block<Erases>::multiply_states() {
         [&](char*, delta_gates&) {
             wait(memory->state_full, turn & 1);
             wait(memory->dstate_full, turn & 1);
-            float sums[2][4] = {};
+            row_products products[2];
 #pragma unroll 2
             for (int i = (warp - 1) * 1024 + lane; i < warp * 1024; i += 32) {
                 uint4 const a = reinterpret_cast<uint4 const*>(memory->state)[i];
                 uint4 const b = reinterpret_cast<uint4 const*>(memory->dstate)[i];
-                multiply_diagonal(sums[0], {a.x, 0, a.y, 0}, b.x, b.y);
-                multiply_diagonal(sums[1], {a.z, 0, a.w, 0}, b.z, b.w);
+                std::uint32_t const x[2][4] = {{a.x, 0, a.y, 0}, {a.z, 0, a.w, 0}};
+                products[0].multiply(products[0].upper, x[0], b.x, b.y);
+                products[1].multiply(products[1].upper, x[1], b.z, b.w);
             }
-            float sum = lane / 4 % 2 ? sums[0][1] + sums[1][1] : sums[0][0] + sums[1][0];
+            float sum = products[0].first() + products[1].first();
             if (lane / 8 != lane % 4) sum = 0;
             arrive_warp(memory->state_empty);
             arrive_warp(memory->dstate_empty);
@@ -141,18 +142,15 @@ __device__ __forceinline__ void grad_block<Erases>::write_gates() {
             arrive_warp(memory->prepared_empty[turn & 1]);
             wait(memory->sums_full, turn & 1);
             auto const two = [&](float const* x) { return reinterpret_cast<float2 const*>(x)[lane]; };
-            auto const four = [&](float const(&x)[4][delta_chunk]) {
-                float2 sum = two(x[0]);
-                for (int i = 1; i < 4; ++i) sum.x += two(x[i]).x, sum.y += two(x[i]).y;
-                return sum;
-            };
-            float2 const t = Erases ? four(memory->t) : two(memory->reading[1]);
-            float2 reading = two(memory->reading[0]), down{}, along{};
+            float2 const t = two(Erases ? memory->t : memory->reading[1]);
+            float2 reading = two(memory->reading[0]), dbeta{};
             if constexpr (Erases) {
                 reading.x += two(memory->reading[1]).x, reading.y += two(memory->reading[1]).y;
-                down = four(memory->down), along = two(memory->products);
+                dbeta = two(memory->own);
+                dbeta.x -= two(memory->products).x, dbeta.y -= two(memory->products).y;
             }
-            float2 const across = four(memory->across);
+            float2 across = two(memory->across[0]);
+            for (int i = 1; i < 4; ++i) across.x += two(memory->across[i]).x, across.y += two(memory->across[i]).y;
             float const whole = fading * (memory->inner[0] + memory->inner[1]);
             arrive_warp(memory->sums_empty);
             float after = reading.x + reading.y, before = b.x * t.x + b.y * t.y;
@@ -169,13 +167,12 @@ __device__ __forceinline__ void grad_block<Erases>::write_gates() {
             float const later = __shfl_down_sync(~0u, after, 1);
             float const from_second = reading.y + (lane < 31 ? later : 0.0f);
             float const dg[2] = {after + before + across.x + whole, from_second + (before + own) + across.y + whole};
-            float const dbeta[2] = {t.x + down.x + along.x, t.y + down.y + along.y};
 #pragma unroll
             for (int i = 0; i < 2; ++i)
                 if (int const token = 2 * lane + i; token < task().n) {
                     int const head = task().head * in.group + of_group;
                     in.dg.at(task().begin + token)[head] = dg[i];
-                    if constexpr (Erases) in.dbeta.at(task().begin + token)[head] = dbeta[i];
+                    if constexpr (Erases) in.dbeta.at(task().begin + token)[head] = i ? dbeta.y : dbeta.x;
                 }
         },
         nothing);

@@ -17,50 +17,49 @@ __device__ __forceinline__ void grad_block<Erases>::make_values() {
             wait(memory->prepared_full[turn & 1], turn >> 1 & 1);
             wait(memory->state_full, turn & 1);
             wait(memory->values_full, turn & 1);
-            std::uint32_t y[32];
-            float along[2] = {};
+            row_products products;
             float const e[2] = {gates.decay[row], gates.decay[row + 8]};
-#pragma unroll
+#pragma unroll 1
             for (int half = 0; half < 2; ++half) {
                 float u[32];
                 keep(u);
                 cute::warpgroup_arrive();
                 multiply_keys(u, keys(), memory->state + half * 8 * cores_bytes);
                 cute::warpgroup_commit_batch();
-                std::uint32_t words[16];
+                std::uint32_t words[16], rounded[16];
                 load_operand(memory->values + half * panel_bytes, words);
                 cute::warpgroup_wait<0>();
                 keep(u);
+                round_to_operand(u, rounded);
 #pragma unroll
                 for (int i = 0; i < 16; ++i)
-                    y[16 * half + i] = two_bf16(fmaf(-e[i % 2], u[2 * i], low_half(words[i])),
-                                                fmaf(-e[i % 2], u[2 * i + 1], high_half(words[i])));
-                store_operand(y + 16 * half, memory->values + half * panel_bytes);
+                    words[i] = two_bf16(fmaf(-e[i % 2], u[2 * i], low_half(words[i])),
+                                        fmaf(-e[i % 2], u[2 * i + 1], high_half(words[i])));
+                store_operand(words, memory->values + half * panel_bytes);
                 load_operand(memory->dy + half * panel_bytes, words);
-#pragma unroll
-                for (int i = 0; i < 16; ++i)
-                    along[i % 2] =
-                        fmaf(u[2 * i + 1], high_half(words[i]), fmaf(u[2 * i], low_half(words[i]), along[i % 2]));
+                products.add_all(rounded, words);
             }
             arrive_warp(memory->state_empty);
             cutlass::arch::fence_view_async_shared();
             arrive_warp(memory->y_full);
+            std::uint32_t y[32];
+            load_operand(memory->values, y);
+            load_operand(memory->values + panel_bytes, y + 16);
             arrive_warp(memory->values_empty);
-            along[0] *= -e[0], along[1] *= -e[1];
-            put_sums(along, memory->reading[1]);
+            put_rows(-e[0] * products.first(), -e[1] * products.last(), memory->reading[1]);
             arrive_warp(memory->sums_full);
             float const last = gates.sum[delta_chunk - 1];
             float const onward[2] = {power_of_two(last - gates.sum[row]), power_of_two(last - gates.sum[row + 8])};
             arrive_warp(memory->prepared_empty[turn & 1]);
             wait(memory->dstate_full, turn & 1);
-#pragma unroll
+            wait(memory->dx_empty, turn & 1 ^ 1);
+#pragma unroll 1
             for (int half = 0; half < 2; ++half) { // of the key channels
                 float r[32];
                 keep(r);
                 cute::warpgroup_arrive();
                 multiply_values(r, y, memory->dstate + half * 8 * 128, false);
                 cute::warpgroup_commit_batch();
-                if (half == 0) wait(memory->dx_empty, turn & 1 ^ 1);
                 cute::warpgroup_wait<0>();
                 keep(r);
                 std::uint32_t words[16];
@@ -95,9 +94,9 @@ __device__ __forceinline__ void grad_block<Erases>::write_rows() {
                 std::uint32_t words[32];
                 load_operand(memory->dy, words);
                 load_operand(memory->dy + panel_bytes, words + 16);
+                std::uint32_t const erased[2] = {twice_bf16(-e[0]), twice_bf16(-e[1])};
 #pragma unroll
-                for (int i = 0; i < 32; ++i)
-                    words[i] = two_bf16(-e[i % 2] * low_half(words[i]), -e[i % 2] * high_half(words[i]));
+                for (int i = 0; i < 32; ++i) words[i] = multiply_two(words[i], erased[i % 2]);
                 keep(dk);
                 cute::warpgroup_arrive();
                 multiply_values(dk, words, memory->state, true);
@@ -111,22 +110,22 @@ __device__ __forceinline__ void grad_block<Erases>::write_rows() {
                 add_states(dq, along, memory->dout, memory->state, memory->queries, reading);
                 arrive_warp(memory->state_empty);
                 arrive_warp(memory->values_empty);
-                put_diagonal(along, memory->reading[0]);
+                put_rows(along[0], along[1], memory->reading[0]);
             }
             arrive_warp(memory->sums_full);
             wait(memory->dscores_full, turn & 1);
             keep(dq);
             keep(dk);
             cute::warpgroup_arrive();
-            multiply_panels<Major::MN, Major::MN, 4>(dk, memory->dscores, memory->queries, true);
-            multiply_panels<Major::K, Major::MN, 4>(dq, memory->dscores, keys(), true);
+            multiply_panels<Major::K, Major::MN, 4>(dk, memory->dscores, memory->queries, true);
+            multiply_panels<Major::MN, Major::MN, 4>(dq, memory->dscores, keys(), true);
             cute::warpgroup_commit_batch();
             std::uint32_t words[16];
             load_triangle_operand(inverse, words, thread_again());
 #pragma unroll
             for (int i = 0; i < 16; ++i) { // words 2 and 3 of 4 are 8 columns further
                 float2 const b = *reinterpret_cast<float2 const*>(gates.beta + 8 * (i / 2) + lane % 4 * 2);
-                words[i] = two_bf16(b.x * low_half(words[i]), b.y * high_half(words[i]));
+                words[i] = multiply_two(words[i], two_bf16(b.x, b.y));
             }
             wait(memory->dx_full, turn & 1);
             cute::warpgroup_wait<0>();

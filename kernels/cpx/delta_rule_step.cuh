@@ -27,7 +27,7 @@ __device__ __forceinline__ void compute_x(char const* inverse, char const* keys,
     for (int half = 0; half < 2; ++half) {
         keep(sum[half]);
         cute::warpgroup_arrive();
-        multiply_by_triangle(sum[half], inverse, keys + half * panel_bytes);
+        multiply_squares<Major::MN, Major::MN, true>(sum[half], inverse, keys + half * panel_bytes);
         cute::warpgroup_commit_batch();
     }
     float const w[2] = {gates.onward[row], gates.onward[row + 8]};

@@ -231,7 +231,7 @@ __device__ __forceinline__ void multiply_values(float (&sum)[N], std::uint32_t c
                                                   std::make_index_sequence<N>());
 }
 
-/// sum = a b, a in registers, b a triangle; and sum = a b^T.
+/// sum = a b, a in registers, b a triangle.
 __device__ __forceinline__ void multiply_triangle(float (&sum)[32], std::uint32_t const* a, char const* b) {
     std::uint64_t const right = down_triangle(b);
 #pragma unroll
@@ -239,34 +239,34 @@ __device__ __forceinline__ void multiply_triangle(float (&sum)[32], std::uint32_
         fma_registers<registers_by<Major::MN, 32>>(sum, a + 4 * k, further(right, 1024 * k),
                                                    k ? ScaleOut::One : ScaleOut::Zero, std::make_index_sequence<32>());
 }
-__device__ __forceinline__ void multiply_transposed(float (&sum)[32], std::uint32_t const* a, char const* b) {
-    std::uint64_t const right = along_triangle(b);
+/// sum = a b over 64, one of them a triangle, the other a panel: Major::K says that the sum goes along an operand's rows,
+/// Major::MN down them.
+template <Major A, Major B, bool LeftIsTriangle>
+__device__ __forceinline__ void multiply_squares(float (&sum)[32], char const* a, char const* b) {
+    auto const along = [](char const* x, bool triangle, int k) {
+        return triangle ? further(along_triangle(x), k / 2 * half_panel + k % 2 * 32) : step_along(along_rows(x), k);
+    };
+    auto const down = [](char const* x, bool triangle, int k) {
+        return triangle ? further(down_triangle(x), 1024 * k) : step_down(down_rows(x), k);
+    };
 #pragma unroll
     for (int k = 0; k < 4; ++k)
-        fma_registers<registers_by<Major::K, 32>>(sum, a + 4 * k, further(right, k / 2 * half_panel + k % 2 * 32),
-                                                  k ? ScaleOut::One : ScaleOut::Zero, std::make_index_sequence<32>());
-}
-/// sum = a b, a a panel, b a triangle.
-__device__ __forceinline__ void multiply_triangle(float (&sum)[32], char const* a, char const* b) {
-    std::uint64_t const left = along_rows(a), right = down_triangle(b);
-#pragma unroll
-    for (int k = 0; k < 4; ++k)
-        fma_shared<shared_64<Major::K, Major::MN>>(sum, step_along(left, k), further(right, 1024 * k),
-                                                   k ? ScaleOut::One : ScaleOut::Zero, std::make_index_sequence<32>());
-}
-/// sum = a^T b, a a triangle, b a panel.
-__device__ __forceinline__ void multiply_by_triangle(float (&sum)[32], char const* a, char const* b) {
-    std::uint64_t const left = down_triangle(a), right = down_rows(b);
-#pragma unroll
-    for (int k = 0; k < 4; ++k)
-        fma_shared<shared_64<Major::MN, Major::MN>>(sum, further(left, 1024 * k), step_down(right, k),
-                                                    k ? ScaleOut::One : ScaleOut::Zero, std::make_index_sequence<32>());
+        fma_shared<shared_64<A, B>>(sum, A == Major::K ? along(a, LeftIsTriangle, k) : down(a, LeftIsTriangle, k),
+                                    B == Major::K ? along(b, !LeftIsTriangle, k) : down(b, !LeftIsTriangle, k),
+                                    k ? ScaleOut::One : ScaleOut::Zero, std::make_index_sequence<32>());
 }
 
 __device__ __forceinline__ std::uint32_t two_bf16(float low, float high) {
     __nv_bfloat162 const two = __floats2bfloat162_rn(low, high);
     return reinterpret_cast<std::uint32_t const&>(two);
 }
+/// Multiplies two by two, rounded.
+__device__ __forceinline__ std::uint32_t multiply_two(std::uint32_t a, std::uint32_t b) {
+    __nv_bfloat162 const two =
+        __hmul2(reinterpret_cast<__nv_bfloat162 const&>(a), reinterpret_cast<__nv_bfloat162 const&>(b));
+    return reinterpret_cast<std::uint32_t const&>(two);
+}
+__device__ __forceinline__ std::uint32_t twice_bf16(float x) { return two_bf16(x, x); }
 __device__ __forceinline__ float low_half(std::uint32_t two) { return __uint_as_float(two << 16); }
 __device__ __forceinline__ float high_half(std::uint32_t two) { return __uint_as_float(two & 0xffff0000u); }
 
@@ -317,6 +317,16 @@ __device__ __forceinline__ void load_triangle_operand(char const* triangle, std:
         cute::SM75_U32x4_LDSM_N::copy(
             *reinterpret_cast<cute::uint128_t const*>(triangle + in_triangle(row, 2 * i + lane / 16)), a[4 * i],
             a[4 * i + 1], a[4 * i + 2], a[4 * i + 3]);
+}
+/// Its transpose.
+__device__ __forceinline__ void load_triangle_transposed(char const* triangle, std::uint32_t (&a)[16],
+                                                         unsigned thread = threadIdx.x) {
+    int const lane = thread % 32, warp = thread / 32 % 4;
+    char const* const from = triangle + in_triangle(lane % 8 + lane / 16 * 8, 2 * warp + lane / 8 % 2);
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+        cute::SM75_U16x8_LDSM_T::copy(*reinterpret_cast<cute::uint128_t const*>(from + 1024 * i), a[4 * i],
+                                      a[4 * i + 1], a[4 * i + 2], a[4 * i + 3]);
 }
 __device__ __forceinline__ void store_transposed(std::uint32_t const (&a)[16], char* panel) {
 #pragma unroll

@@ -91,27 +91,28 @@ inline results run(head const& in) {
         r.dstate = c.e[n - 1] * r.dstate + c.q.transpose() * bf16(in.scale * (c.e.asDiagonal() * c.dout)) -
                    c.k.transpose() * bf16(c.e.asDiagonal() * dy);
 
+        vector const b = bf16(matrix(c.beta));
         matrix const dx = bf16(c.onward.asDiagonal() * (y * ds.transpose()));
-        matrix const e = lower(in.scale * (c.dout * y.transpose()).cwiseProduct(c.decay));
-        matrix const h = bf16(e).cwiseProduct(c.scores * c.a), weighted = bf16(h * c.beta.asDiagonal());
-        matrix const dscores = bf16(lower(bf16(e * c.beta.asDiagonal()) * c.a.transpose()));
-        matrix const kdx = c.k * dx.transpose();
-        matrix const inner = bf16((kdx + c.scores.transpose() * bf16(e)) * c.beta.asDiagonal());
-        matrix const z = -strictly_lower(c.a.transpose() * bf16(inner * c.a.transpose()));
-        matrix const zb = bf16(c.beta.asDiagonal() * z);
+        matrix const e = bf16(lower(in.scale * (c.dout * y.transpose()).cwiseProduct(c.decay)));
+        matrix const weighted = bf16(e * b.asDiagonal()), h = bf16(weighted.cwiseProduct(bf16(c.scores * c.a)));
+        matrix const dscores = bf16(lower(weighted * c.a.transpose()));
+        matrix const kdx = c.k * dx.transpose(), inner = kdx + c.scores.transpose() * e;
+        matrix const left = bf16(bf16(c.a.transpose() * bf16(inner)) * b.asDiagonal());
+        matrix const x = bf16(strictly_lower(left * c.a.transpose())), z = bf16(-(b.asDiagonal() * x));
         matrix const read = c.dout * s.transpose();
-        vector const t = c.a.cwiseProduct(kdx).colwise().sum();
+        vector const t = c.a.cwiseProduct(bf16(kdx)).colwise().sum();
         r.dq.middleRows(begin, n) = in.scale * (c.e.asDiagonal() * read) + dscores * c.k;
-        r.dk.middleRows(begin, n) = bf16(c.a * c.beta.asDiagonal()) * dx - bf16(c.e.asDiagonal() * dv) * s.transpose() +
-                                    dscores.transpose() * c.q + (zb + zb.transpose()) * c.k;
-        r.dbeta.segment(begin, n) =
-            t + h.colwise().sum().transpose() + z.cwiseProduct(c.k * c.k.transpose()).rowwise().sum();
+        r.dk.middleRows(begin, n) = bf16(c.a * b.asDiagonal()) * dx -
+                                    bf16(matrix(bf16(matrix(c.e)).asDiagonal() * dv)) * s.transpose() +
+                                    dscores.transpose() * c.q + (z + z.transpose()) * c.k;
+        r.dbeta.segment(begin, n) = c.a.cwiseProduct(bf16(inner)).colwise().sum().transpose() -
+                                    x.cwiseProduct(bf16(c.k * c.k.transpose())).rowwise().sum();
         vector const rows = c.e.cwiseProduct(in.scale * c.q.cwiseProduct(bf16(read)).rowwise().sum() -
-                                             dv.cwiseProduct(c.k * s).rowwise().sum());
+                                             dv.cwiseProduct(bf16(c.k * s)).rowwise().sum());
         double const whole = c.e[n - 1] * s.cwiseProduct(ds).sum();
         for (Index j = 0; j < n; ++j)
             r.dg[begin + j] =
-                rows.tail(n - j).sum() + c.beta.head(j).dot(t.head(j)) + weighted.block(j, 0, n - j, j).sum() + whole;
+                rows.tail(n - j).sum() + c.beta.head(j).dot(t.head(j)) + h.block(j, 0, n - j, j).sum() + whole;
     }
     return r;
 }
