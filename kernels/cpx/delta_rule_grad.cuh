@@ -11,20 +11,21 @@ namespace cpx::kernels {
 
 /// A block computes the gradients of chunks and key heads, one after the other, summed over a key head's value heads in
 /// their order: the grid's size changes no bit. Blocks of 512 threads: a warp that loads, two that multiply states, one
-/// that writes the gates' gradients; a warpgroup for Y and dX, one for dQ and dK, one for tokens by tokens. Where
+/// that stores gradients and makes those of the gates; a warpgroup for Y and dX, one for dQ and dK, one for tokens by tokens. Where
 /// nothing is erased a warpgroup each for dK, dQ and, with tokens by tokens, dV.
 template <bool Erases>
 static __global__ void __launch_bounds__(512, 1)
     delta_rule_grad(__grid_constant__ CUtensorMap const queries, __grid_constant__ CUtensorMap const keys,
                     __grid_constant__ CUtensorMap const values, __grid_constant__ CUtensorMap const dout,
-                    __grid_constant__ CUtensorMap const dvalues, delta_gradients const in) {
+                    __grid_constant__ CUtensorMap const dvalues, __grid_constant__ CUtensorMap const dqueries,
+                    __grid_constant__ CUtensorMap const dkeys, delta_gradients const in) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     using namespace delta;
     auto* memory = &shared_memory<grad_memory>();
     if constexpr (Erases) clear_triangles(memory->inverse);
     if (threadIdx.x == 0) {
         for (int i = 0; i < 2; ++i) memory->keys_full[i].init(1), memory->keys_empty[i].init(15);
-        memory->queries_full.init(1), memory->queries_empty.init(Erases ? 8 : 12);
+        memory->queries_full.init(1), memory->queries_empty.init(Erases ? 5 : 12);
         memory->values_full.init(1), memory->values_empty.init(12);
         memory->state_full.init(1), memory->state_empty.init(Erases ? 10 : 6);
         memory->dstate_full.init(1), memory->dstate_empty.init(Erases ? 6 : 10);
@@ -32,7 +33,8 @@ static __global__ void __launch_bounds__(512, 1)
         memory->y_full.init(4), memory->dx_full.init(4), memory->dscores_full.init(4), memory->z_full.init(4);
         memory->dx_empty.init(8), memory->z_empty.init(Erases ? 4 : 8), memory->sums_full.init(14),
             memory->sums_empty.init(1);
-        memory->landed.init(1);
+        memory->landed.init(1), memory->stored.init(1);
+        memory->dq_full.init(4), memory->dk_full.init(4), memory->dv_full.init(4), memory->dv_empty.init(1);
         cutlass::arch::fence_barrier_init();
     }
     __syncthreads();
@@ -48,7 +50,7 @@ static __global__ void __launch_bounds__(512, 1)
         else if (warp < 3)
             as([](auto& block) { block.multiply_states(); });
         else
-            as([](auto& block) { block.write_gates(); });
+            as([&](auto& block) { block.write_gates(dqueries, dkeys, dvalues); });
     } else if (group == 1) {
         if constexpr (Erases) {
             cutlass::arch::warpgroup_reg_dealloc<112>();

@@ -64,6 +64,8 @@ struct grad_memory {
     barrier y_full, dx_full, dscores_full, z_full;
     barrier dx_empty, z_empty;
     barrier sums_full, sums_empty, landed;
+    barrier dq_full, dk_full, dv_full, dv_empty; ///< gradients to be stored: in place of queries and keys, or of what
+    barrier stored;                              ///< is not wanted where nothing is erased
 };
 
 /// Of 2 Count sums, which lanes 2 Count apart have, each of the two adds up half.
@@ -161,11 +163,9 @@ __device__ __forceinline__ void add_states(float (&sum)[64], float (&along)[2], 
     along[1] = f[1] * products.last();
 }
 
-/// Rounds 64 rows of 128 and stores the first n of them, by a warpgroup, by way of two panels of which each warp has
-/// its rows for itself.
-__device__ __forceinline__ void store_gradient(float const (&sum)[64], char* panels, __nv_bfloat16* to,
-                                               std::int64_t stride, int n) {
-    unsigned const thread = thread_again(), lane = thread % 32, column = lane % 16;
+/// Rounds 64 rows of 128 to two panels, by a warpgroup, for the warp that stores them, which `full` tells.
+__device__ __forceinline__ void put_gradient(float const (&sum)[64], char* panels, barrier& full) {
+    unsigned const thread = thread_again();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         std::uint32_t words[16];
@@ -173,17 +173,8 @@ __device__ __forceinline__ void store_gradient(float const (&sum)[64], char* pan
         for (int i = 0; i < 16; ++i) words[i] = two_bf16(sum[32 * half + 2 * i], sum[32 * half + 2 * i + 1]);
         store_operand(words, panels + half * panel_bytes, thread);
     }
-    __syncwarp();
-    int row = static_cast<int>(thread / 32 % 4 * 16 + lane / 16);
-    char const* const from = panels + column / 8 * panel_bytes;
-    to += row * stride + 8 * column;
-#pragma unroll 2
-    for (int i = 0; i < 8; ++i, row += 2, to += 2 * stride)
-        if (row < n)
-            *reinterpret_cast<uint4*>(to) =
-                *reinterpret_cast<uint4 const*>(from + swizzled(row, static_cast<int>(column % 8)));
-    __syncwarp();
-    cutlass::arch::fence_view_async_shared(); // the copy engine writes there next
+    cutlass::arch::fence_view_async_shared();
+    arrive_warp(full);
 }
 
 /// The bits of a 64 x 64 operand's words that are below its diagonal.
@@ -251,7 +242,9 @@ struct grad_block {
     __device__ void load(CUtensorMap const& queries, CUtensorMap const& keys, CUtensorMap const& values,
                          CUtensorMap const& dout, CUtensorMap const& dvalues);
     __device__ void multiply_states();
-    __device__ void write_gates();
+    __device__ void store(CUtensorMap const& map, delta_rows<__nv_bfloat16> const& to, char const* panels, int head,
+                          barrier& full, int parity);
+    __device__ void write_gates(CUtensorMap const& dqueries, CUtensorMap const& dkeys, CUtensorMap const& dvalues);
     // A warpgroup each:
     __device__ void make_values();
     __device__ void write_rows();

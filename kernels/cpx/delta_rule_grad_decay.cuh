@@ -52,9 +52,8 @@ __device__ __forceinline__ void grad_block<Erases>::write_sums() {
             arrive_warp(memory->z_empty);
         },
         [&] {
-            delta_rows<__nv_bfloat16> const& to = OfKeys ? in.dk : in.dq;
-            store_gradient(sum, OfKeys ? memory->dx : memory->inverse[0], to.at(task().begin) + 128 * task().head,
-                           to.stride, task().n);
+            wait(memory->stored, task_turn & 1 ^ 1);
+            put_gradient(sum, OfKeys ? memory->dx : memory->inverse[0], OfKeys ? memory->dk_full : memory->dq_full);
         });
 }
 
@@ -123,8 +122,8 @@ __device__ __forceinline__ void grad_block<Erases>::write_values() {
             cute::warpgroup_wait<0>();
             keep(dv);
             arrive_warp(memory->values_empty);
-            int const head = task().head * in.group + of_group;
-            store_gradient(dv, memory->dy, in.dv.at(task().begin) + 128 * head, in.dv.stride, task().n);
+            wait(memory->dv_empty, turn & 1 ^ 1);
+            put_gradient(dv, memory->dy, memory->dv_full);
         },
         nothing);
 }

@@ -128,9 +128,25 @@ __device__ __forceinline__ void grad_block<Erases>::multiply_states() {
         nothing);
 }
 
-/// Gradients of the gates, of two tokens a lane.
+/// Stores a task's gradient, of 128 columns of a head, when the panels have it; returns when they have been read.
 template <bool Erases>
-__device__ __forceinline__ void grad_block<Erases>::write_gates() {
+__device__ __forceinline__ void grad_block<Erases>::store(CUtensorMap const& map, delta_rows<__nv_bfloat16> const& to,
+                                                          char const* panels, int head, barrier& full, int parity) {
+    wait(full, parity);
+#pragma unroll 1
+    for (int i = 0; i < 2; ++i)
+        store_rows(map, to, panels + i * panel_bytes, 128 * head + 64 * i, task().begin, task().n);
+    __syncwarp();
+}
+
+/// Gradients of the gates, of two tokens a lane; and stores the others.
+template <bool Erases>
+__device__ __forceinline__ void grad_block<Erases>::write_gates(CUtensorMap const& dqueries, CUtensorMap const& dkeys,
+                                                                CUtensorMap const& dvalues) {
+    auto const store_queries = [&](char const* panels, barrier& stored) {
+        store(dqueries, in.dq, panels, task().head, memory->dq_full, task_turn & 1);
+        arrive_warp(stored);
+    };
     each(
         nothing,
         [&](char*, delta_gates& gates) {
@@ -138,6 +154,7 @@ __device__ __forceinline__ void grad_block<Erases>::write_gates() {
             float2 const b = reinterpret_cast<float2 const*>(gates.beta)[lane];
             float const fading = gates.decay[delta_chunk - 1];
             arrive_warp(memory->prepared_empty[turn & 1]);
+            if (Erases && is_last()) store_queries(memory->queries, memory->queries_empty);
             wait(memory->sums_full, turn & 1);
             auto const two = [&](float const* x) { return reinterpret_cast<float2 const*>(x)[lane]; };
             float2 const t = two(Erases ? memory->t : memory->reading[1]);
@@ -172,8 +189,15 @@ __device__ __forceinline__ void grad_block<Erases>::write_gates() {
                     in.dg.at(task().begin + token)[head] = dg[i];
                     if constexpr (Erases) in.dbeta.at(task().begin + token)[head] = i ? dbeta.y : dbeta.x;
                 }
+            if constexpr (!Erases) {
+                store(dvalues, in.dv, memory->dy, task().head * in.group + of_group, memory->dv_full, turn & 1);
+                arrive_warp(memory->dv_empty);
+            }
         },
-        nothing);
+        [&] {
+            store(dkeys, in.dk, Erases ? keys() : memory->dx, task().head, memory->dk_full, task_turn & 1);
+            if constexpr (!Erases) store_queries(memory->inverse[0], memory->stored);
+        });
 }
 
 #endif

@@ -140,8 +140,7 @@ __device__ __forceinline__ void grad_block<Erases>::write_rows() {
             arrive_warp(memory->dx_empty);
             if (is_last()) {       // while Z is made
                 join_group(group); // all have read the queries
-                store_gradient(dq, memory->queries, in.dq.at(task().begin) + 128 * task().head, in.dq.stride, task().n);
-                arrive_warp(memory->queries_empty);
+                put_gradient(dq, memory->queries, memory->dq_full);
             }
             wait(memory->z_full, turn & 1);
             cute::warpgroup_arrive();
@@ -154,7 +153,7 @@ __device__ __forceinline__ void grad_block<Erases>::write_rows() {
         },
         [&] {
             join_group(group); // all have read the keys; the others had before Z
-            store_gradient(dk, keys(), in.dk.at(task().begin) + 128 * task().head, in.dk.stride, task().n);
+            put_gradient(dk, keys(), memory->dk_full);
         });
 }
 

@@ -262,7 +262,7 @@ void launch_delta_hopper_backward(delta_call<Erases, T> const& of, rows<T const>
     });
     launch_hopper(of, "delta_rule_grad", kernels::delta_rule_grad<Erases>,
                   std::min<index_t>(space.chunks * shape.key_heads, multiprocessors()), 512, sizeof(delta::grad_memory),
-                  q, k, v, d, dv,
+                  q, k, v, d, dv, panels_of(to.dq, here), panels_of(to.dk, here),
                   kernels::delta_gradients{walk.plan, walk.prepared, walk.states, back.states, delta_view(to.dq),
                                            delta_view(to.dk), delta_view(to.dg), delta_view(to.dbeta), walk.key_heads,
                                            walk.group, walk.scale, delta_view(to.dv), both && along < chains});
