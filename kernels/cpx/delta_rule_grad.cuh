@@ -11,8 +11,8 @@ namespace cpx::kernels {
 
 /// A block computes the gradients of chunks and key heads, one after the other, summed over a key head's value heads in
 /// their order: the grid's size changes no bit. Blocks of 512 threads: a warp that loads, two that multiply states, one
-/// that stores gradients and makes those of the gates; a warpgroup for Y and dX, one for dQ and dK, one for tokens by tokens. Where
-/// nothing is erased a warpgroup each for dK, dQ and, with tokens by tokens, dV.
+/// that stores gradients and makes those of the gates; a warpgroup for Y and dX, one for dQ and dK, one for tokens by
+/// tokens. Where nothing is erased a warpgroup each for dK, dQ and, with tokens by tokens, dV.
 template <bool Erases>
 static __global__ void __launch_bounds__(512, 1)
     delta_rule_grad(__grid_constant__ CUtensorMap const queries, __grid_constant__ CUtensorMap const keys,

@@ -5,7 +5,7 @@
 //     E = s lower(dO Y^T . decay),   H = E.(B A),   dB = lower(E A'^T),   N = K dX^T + B^T E
 //     Z = -diag(b) strictly lower(A^T N A'^T)
 //     dQ = s e.(dO S^T) + dB K,      dK = A' dX - e.(dY S^T) + dB^T Q + (Z + Z^T) K
-//     db_j = column sums of A.(K dX^T) =: t_j, and of H, and row sums of Z.(K K^T) / b
+//     db_j = column sums of A.N, and row sums of Z.(K K^T) / b;   t_j: column sums of A.(K dX^T)
 //     dg_t = sum_{i>=t} [q_i . (s e.dO S^T)_i - k_i . (e.dY S^T)_i] + sum_{j<t} b_j t_j + sum_{i>=t>j} b_j H_ij
 //            + e_n <S, dS'>
 //
@@ -51,12 +51,12 @@ struct grad_memory {
     char dscores[panel_bytes];    ///< dB^T
     char dx[2 * panel_bytes];
     delta_gates gates[2];
-    float reading[2][delta_chunk];            ///< sums along rows, of dg: of queries, keys
-    float t[delta_chunk], own[delta_chunk];   ///< t; and of A.N, which is t and H's columns
-    float products[delta_chunk];              ///< of X.(K K^T)
-    float across[4][delta_chunk];             ///< of dg, of 16 rows each
-    float inner[2];                           ///< <S, dS'>, of a half each
-    grad_task tasks[2];                       ///< with the keys
+    float reading[2][delta_chunk];          ///< sums along rows, of dg: of queries, keys
+    float t[delta_chunk], own[delta_chunk]; ///< and of A.N's columns
+    float products[delta_chunk];            ///< and of (A^T N A'^T).(K K^T)
+    float across[4][delta_chunk];           ///< of dg, of 16 rows each
+    float inner[2];                         ///< <S, dS'>, of a half each
+    grad_task tasks[2];                     ///< with the keys
     barrier keys_full[2], keys_empty[2], queries_full, queries_empty;
     barrier values_full, values_empty; ///< V, dO, dY
     barrier state_full, state_empty, dstate_full, dstate_empty;
@@ -86,12 +86,6 @@ __device__ __forceinline__ float2 add_columns(float (&x)[16]) {
     halve_sums<2>(x);
     return {x[0], x[1]};
 }
-/// Adds over the four lanes that have a row.
-__device__ __forceinline__ float add_row(float x) {
-    x += __shfl_xor_sync(~0u, x, 1);
-    return x + __shfl_xor_sync(~0u, x, 2);
-}
-
 /// Asks for tensors of a chunk, 64 columns a panel; rows beyond the chunk's n are zeroed.
 template <class F>
 __device__ __forceinline__ void load_tokens(barrier& full, barrier& landed, int& landings, int n, int bytes, F&& load) {

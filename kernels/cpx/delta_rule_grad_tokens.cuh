@@ -46,9 +46,7 @@ __device__ __forceinline__ void grad_block<Erases>::weigh(delta_gates const& gat
     for (int i = 0; i < 16; ++i) {
         float2 const sum = *reinterpret_cast<float2 const*>(gates.sum + 8 * (i / 2) + lane % 4 * 2);
         float const decays[2] = {power_of_two(sum.x + g[i % 2]), power_of_two(sum.y + g[i % 2])};
-        auto const kept = [&](float x, float y) {
-            return two_bf16(decays[0] * x, decays[1] * y) & ~below[i] ^ sign;
-        };
+        auto const kept = [&](float x, float y) { return two_bf16(decays[0] * x, decays[1] * y) & ~below[i] ^ sign; };
         put(i, kept(e[2 * i], e[2 * i + 1]), kept);
     }
 }

@@ -239,8 +239,8 @@ __device__ __forceinline__ void multiply_triangle(float (&sum)[32], std::uint32_
         fma_registers<registers_by<Major::MN, 32>>(sum, a + 4 * k, further(right, 1024 * k),
                                                    k ? ScaleOut::One : ScaleOut::Zero, std::make_index_sequence<32>());
 }
-/// sum = a b over 64, one of them a triangle, the other a panel: Major::K says that the sum goes along an operand's rows,
-/// Major::MN down them.
+/// sum = a b over 64, one of them a triangle, the other a panel: Major::K says that the sum goes along an operand's
+/// rows, Major::MN down them.
 template <Major A, Major B, bool LeftIsTriangle>
 __device__ __forceinline__ void multiply_squares(float (&sum)[32], char const* a, char const* b) {
     auto const along = [](char const* x, bool triangle, int k) {
