@@ -47,7 +47,7 @@ struct grad_memory {
     char state[state_bytes], dstate[state_bytes];
     char inverse[2][panel_bytes]; ///< A
     char scores[panel_bytes];     ///< B^T
-    char e[panel_bytes];          ///< diag(b) E^T, then diag(b) N^T A, then Z
+    char e[panel_bytes];          ///< diag(b) E^T, then diag(b) N^T A, then Z + Z^T
     char dscores[panel_bytes];    ///< dB^T
     char dx[2 * panel_bytes];
     delta_gates gates[2];

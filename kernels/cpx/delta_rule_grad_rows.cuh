@@ -145,7 +145,6 @@ __device__ __forceinline__ void grad_block<Erases>::write_rows() {
             wait(memory->z_full, turn & 1);
             cute::warpgroup_arrive();
             multiply_panels<Major::K, Major::MN, 4>(dk, memory->e, keys(), true);
-            multiply_panels<Major::MN, Major::MN, 4>(dk, memory->e, keys(), true);
             cute::warpgroup_commit_batch();
             cute::warpgroup_wait<0>();
             keep(dk);

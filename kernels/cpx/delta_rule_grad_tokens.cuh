@@ -34,6 +34,26 @@ __device__ __forceinline__ void add_across(std::uint32_t const (&x)[16], float (
     }
 }
 
+/// Stores x + x^T, of 16 rows of x a warp: an operand that is strictly lower.
+__device__ __forceinline__ void store_symmetric(std::uint32_t const (&x)[16], char* panel) {
+    unsigned const thread = thread_again();
+    int const warp = static_cast<int>(thread / 32 % 4), straight = place_straight(0, thread);
+    auto* const down = reinterpret_cast<cute::uint128_t*>(panel + place_transposed(0, thread));
+    auto const along = [&](int k) { return reinterpret_cast<cute::uint128_t*>(panel + (straight ^ 32 * k)); };
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+        std::uint32_t const* const y = x + 4 * k;
+        if (k <= warp) cute::SM90_U32x4_STSM_N::copy(y[0], y[1], y[2], y[3], *along(k));
+        if (k < warp) cute::SM90_U16x8_STSM_T::copy(y[0], y[1], y[2], y[3], down[128 * k]);
+    }
+    __syncwarp();
+    std::uint32_t a[4], b[4]; // on the diagonal
+    cute::SM75_U32x4_LDSM_N::copy(*along(warp), a[0], a[1], a[2], a[3]);
+    cute::SM75_U16x8_LDSM_T::copy(down[128 * warp], b[0], b[1], b[2], b[3]);
+    __syncwarp();
+    cute::SM90_U32x4_STSM_N::copy(a[0] | b[0], a[1] | b[1], a[2] | b[2], a[3] | b[3], *along(warp));
+}
+
 /// Calls `put(i, E, decays)` for every word i of E^T, s Y dO^T times the decays, of which `e` are the products.
 template <bool Erases>
 template <class F>
@@ -61,7 +81,7 @@ __device__ __forceinline__ void grad_block<Erases>::put_across(std::uint32_t con
     reinterpret_cast<float2*>(memory->across[warp])[lane] = sums;
 }
 
-/// B^T, and K K^T, of a task.
+/// B^T, and of K K^T what is below its diagonal, of a task.
 template <bool Erases>
 __device__ __forceinline__ void grad_block<Erases>::multiply_rows(std::uint32_t (&squares)[16],
                                                                   below_diagonal const& below) {
@@ -79,10 +99,12 @@ __device__ __forceinline__ void grad_block<Erases>::multiply_rows(std::uint32_t 
     keep(kk);
     keep(b);
     arrive_warp(memory->queries_empty);
-    round_to_operand(kk, squares);
     std::uint32_t words[16];
 #pragma unroll
-    for (int i = 0; i < 16; ++i) words[i] = two_bf16(b[2 * i], b[2 * i + 1]) & ~below[i];
+    for (int i = 0; i < 16; ++i) {
+        squares[i] = two_bf16(kk[2 * i], kk[2 * i + 1]) & below[i];
+        words[i] = two_bf16(b[2 * i], b[2 * i + 1]) & ~below[i];
+    }
     join_group(group); // the task before has read it
     store_operand(words, memory->scores);
     cutlass::arch::fence_view_async_shared();
@@ -194,14 +216,13 @@ __device__ __forceinline__ void grad_block<Erases>::multiply_tokens() {
              cute::warpgroup_wait<0>();
              keep(x);
              row_products products;
-#pragma unroll
-             for (int i = 0; i < 16; ++i) words[i] = two_bf16(x[2 * i], x[2 * i + 1]) & below[i];
+             round_to_operand(x, words);
              products.add_all(words, squares);
              b[0] ^= 0x80008000u, b[1] ^= 0x80008000u;
 #pragma unroll
-             for (int i = 0; i < 16; ++i) words[i] = multiply_two(words[i], b[i % 2]);
+             for (int i = 0; i < 16; ++i) words[i] = multiply_two(words[i], b[i % 2]) & below[i];
              join_group(group); // N^T A has been read
-             store_operand(words, memory->e);
+             store_symmetric(words, memory->e);
              cutlass::arch::fence_view_async_shared();
              arrive_warp(memory->z_full);
              arrive_warp(memory->prepared_empty[turn & 1]);

@@ -296,8 +296,8 @@ __device__ __forceinline__ int place_straight(int i, unsigned thread = threadIdx
     return swizzled(16 * warp + lane % 16, lane / 16) ^ 32 * i;
 }
 /// The same in a panel that holds the operand's transpose.
-__device__ __forceinline__ int place_transposed(int i) {
-    int const lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+__device__ __forceinline__ int place_transposed(int i, unsigned thread = threadIdx.x) {
+    int const lane = thread % 32, warp = thread / 32 % 4;
     return swizzled(lane % 8 + lane / 16 * 8, 2 * warp + lane / 8 % 2) + 2048 * i;
 }
 
