@@ -113,9 +113,10 @@ __device__ __forceinline__ void grad_block<Erases>::multiply_states() {
             for (int i = (warp - 1) * 1024 + lane; i < warp * 1024; i += 32) { // not by tensor cores: they have a queue
                 uint4 const a = reinterpret_cast<uint4 const*>(memory->state)[i];
                 uint4 const b = reinterpret_cast<uint4 const*>(memory->dstate)[i];
-                std::uint32_t two = multiply_two(a.x, b.x);
-                two = add_two(two, a.y, b.y), two = add_two(two, a.z, b.z), two = add_two(two, a.w, b.w);
-                sum += low_half(two) + high_half(two);
+                auto const add = [&](std::uint32_t x, std::uint32_t y) {
+                    sum = fmaf(high_half(x), high_half(y), fmaf(low_half(x), low_half(y), sum));
+                };
+                add(a.x, b.x), add(a.y, b.y), add(a.z, b.z), add(a.w, b.w);
             }
             arrive_warp(memory->state_empty);
             arrive_warp(memory->dstate_empty);

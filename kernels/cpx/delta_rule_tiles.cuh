@@ -260,16 +260,10 @@ __device__ __forceinline__ std::uint32_t two_bf16(float low, float high) {
     __nv_bfloat162 const two = __floats2bfloat162_rn(low, high);
     return reinterpret_cast<std::uint32_t const&>(two);
 }
-/// a b, and sum + a b, two by two, rounded once.
+/// Multiplies two by two, rounded.
 __device__ __forceinline__ std::uint32_t multiply_two(std::uint32_t a, std::uint32_t b) {
     __nv_bfloat162 const two =
         __hmul2(reinterpret_cast<__nv_bfloat162 const&>(a), reinterpret_cast<__nv_bfloat162 const&>(b));
-    return reinterpret_cast<std::uint32_t const&>(two);
-}
-__device__ __forceinline__ std::uint32_t add_two(std::uint32_t sum, std::uint32_t a, std::uint32_t b) {
-    __nv_bfloat162 const two =
-        __hfma2(reinterpret_cast<__nv_bfloat162 const&>(a), reinterpret_cast<__nv_bfloat162 const&>(b),
-                reinterpret_cast<__nv_bfloat162 const&>(sum));
     return reinterpret_cast<std::uint32_t const&>(two);
 }
 __device__ __forceinline__ std::uint32_t twice_bf16(float x) { return two_bf16(x, x); }

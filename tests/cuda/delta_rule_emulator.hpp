@@ -109,14 +109,7 @@ inline results run(head const& in) {
                                     x.cwiseProduct(bf16(c.k * c.k.transpose())).rowwise().sum();
         vector const rows = c.e.cwiseProduct(in.scale * c.q.cwiseProduct(bf16(read)).rowwise().sum() -
                                              dv.cwiseProduct(bf16(c.k * s)).rowwise().sum());
-        double whole = 0;
-        for (Index key = 0; key < s.rows(); key += 8)
-            for (Index two = 0; two < 2; ++two)
-                for (Index value = 0; value < s.cols(); ++value) {
-                    double four = 0;
-                    for (Index k = key + two; k < key + 8; k += 2) four = rounded(four + s(k, value) * ds(k, value), 7);
-                    whole += c.e[n - 1] * four;
-                }
+        double const whole = c.e[n - 1] * s.cwiseProduct(ds).sum();
         for (Index j = 0; j < n; ++j)
             r.dg[begin + j] =
                 rows.tail(n - j).sum() + c.beta.head(j).dot(t.head(j)) + h.block(j, 0, n - j, j).sum() + whole;
