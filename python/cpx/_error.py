@@ -100,6 +100,7 @@ def tell(names: dict[str, Any], classes: Iterable[type] = (), traced: Callable[[
         thing = names[name]
         if _is_function(thing):
             names[name] = told(thing, name, traced)
+            names[name].__module__ = names["__name__"]  # where pickle finds it
         elif isinstance(thing, type) and not issubclass(thing, (Error, tuple)):
             for of, method in list(vars(thing).items()):
                 if _is_function(method) and (of == "__init__" and thing in classes or of == "__call__" or of[0] != "_"):

@@ -6,6 +6,7 @@ them. An array is rows in its first dimension; all others make up a row, whose e
 """
 
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -543,8 +544,12 @@ class Movement:
         self, source: Sharding, target: Sharding, width: int, rows: int, sequences: int, comm: Communicator
     ) -> None:
         _require_comm("movement", comm)
-        require(hasattr(width, "__index__") and width >= 1, "movement", "width", "a number, at least 1", width)
-        self.comm, self.width, self.rows, self.sequences = comm, width, rows, sequences
+        most = {"width": width, "rows": rows, "sequences": sequences}
+        for name, number in most.items():
+            fits = hasattr(number, "__index__") and number >= (name == "width")
+            require(fits, "movement", name, f"a number, at least {int(name == 'width')}", number)
+        self.comm = comm
+        self.width, self.rows, self.sequences = map(operator.index, most.values())
         self._like = source, target
         self._source = self._target = None
         self.set(source, target)

@@ -56,7 +56,10 @@ def bare(where, name, x, sharding, rank):
     if not isinstance(x, Sharded):
         return x
     if x.sharding is not sharding and x.sharding != sharding:
-        raise Error(where, f"sharding of {name}", str(sharding), str(x.sharding))
+        expected, got = str(sharding), str(x.sharding)
+        if expected == got:
+            got = "one of " + ("another batch" if x.sharding.batch != sharding.batch else "other chunks")
+        raise Error(where, f"sharding of {name}", expected, got)
     if x.rank != rank:
         raise Error(where, f"rank of {name}", str(rank), str(x.rank))
     return x.array

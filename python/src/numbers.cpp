@@ -24,7 +24,7 @@ index_t integer(char const* where, char const* name, std::size_t place, nb::hand
 
 } // namespace
 
-std::vector<index_t> integers(char const* where, char const* name, nb::handle object) {
+std::vector<index_t> integers(char const* where, char const* name, nb::handle object, index_t dimensions) {
     std::vector<index_t> list;
     if (nb::isinstance<nb::list>(object) || nb::isinstance<nb::tuple>(object) || !nb::hasattr(object, "__dlpack__")) {
         nb::object const items = nb::steal(PySequence_Fast(object.ptr(), ""));
@@ -36,8 +36,11 @@ std::vector<index_t> integers(char const* where, char const* name, nb::handle ob
         for (nb::handle const item : items) list.push_back(integer(where, name, list.size(), item));
         return list;
     }
-    with_type<std::int64_t, std::int32_t>(read(where, name, object), [&]<class T>(of_type<T>) {
-        for (T const number : list_of<T>(read(where, name, object))) list.push_back(number);
+    array const given = read(where, name, object);
+    if (given.dimensions() > dimensions)
+        throw cpx::error(where, std::string("dimensions of ") + name, std::to_string(dimensions), shape_of(given));
+    with_type<std::int64_t, std::int32_t>(given, [&]<class T>(of_type<T>) {
+        for (T const number : list_of<T>(given)) list.push_back(number);
     });
     return list;
 }

@@ -14,8 +14,9 @@
 
 namespace binding {
 
-/// Returns a list or an array of integers. Throws `cpx::error` that names the argument if it is anything else.
-std::vector<index_t> integers(char const* where, char const* name, nb::handle object);
+/// Returns a list or an array of integers, one behind the other. Throws `cpx::error` that names the argument if it is
+/// anything else, or an array of more dimensions.
+std::vector<index_t> integers(char const* where, char const* name, nb::handle object, index_t dimensions = 1);
 /// The same; None is none.
 std::vector<index_t> integers_if(char const* where, char const* name, nb::handle object);
 

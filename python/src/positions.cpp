@@ -90,10 +90,21 @@ cpx::media_kind kind_of(char const* where, std::string_view name) {
 
 std::vector<cpx::media_grid> grids(char const* name, nb::object object) {
     if (object.is_none()) return {};
-    if (nb::hasattr(object, "__dlpack__")) return cpx::media_grids(integers("media", name, object));
+    if (nb::hasattr(object, "__dlpack__")) return cpx::media_grids(integers("media", name, object, 2));
+    nb::object const items = nb::steal(PySequence_Fast(object.ptr(), ""));
+    if (!items.is_valid()) {
+        PyErr_Clear();
+        throw cpx::error("media", name, "a list or an array of (time, height, width)",
+                         nb::cast<std::string>(object.type().attr("__name__")));
+    }
     std::vector<index_t> all;
-    for (nb::handle const grid : nb::iter(object))
-        for (index_t const n : integers("media", name, grid)) all.push_back(n);
+    for (nb::handle const item : items) {
+        auto const grid = integers("media", name, item);
+        if (grid.size() != 3)
+            throw cpx::error("media", name, "three numbers of every item: time, height, width",
+                             std::to_string(grid.size()));
+        all.insert(all.end(), grid.begin(), grid.end());
+    }
     return cpx::media_grids(all);
 }
 
@@ -116,7 +127,7 @@ cpx::media_tokens tokens_of(std::optional<index_t> image, std::optional<index_t>
 
 auto positions_of_batch(cpx::media const& m, cpx::thd const& batch, nb::object ids, std::optional<index_t> image,
                         std::optional<index_t> video) {
-    auto p = cpx::mrope_positions(m, batch, integers("mrope_positions", "ids", ids), tokens_of(image, video));
+    auto p = cpx::mrope_positions(m, batch, integers("mrope_positions", "ids", ids, 2), tokens_of(image, video));
     auto const count = static_cast<std::size_t>(batch.tokens());
     return std::pair(to_numpy(std::move(p.axes), {3, count}), to_numpy(std::move(p.deltas)));
 }

@@ -317,6 +317,11 @@ def test_megatron_rows_of_one_length_keep_their_batch(sections, balanced, ranks)
         uneven = rf"tensor_a2a_cp2hp: sections: expected multiples of {ranks} ranks, got \[7\]"
         with pytest.raises(cpx.Error, match=uneven):
             megatron.tensor_a2a_cp2hp(x[..., :7], 0, -1, comm)
+        less = sum(sections) - ranks
+        with pytest.raises(cpx.Error, match=f"cp2hp: sum of the sections: expected {sum(sections)}, got {less}"):
+            megatron.tensor_a2a_cp2hp(x, 0, -1, comm, (less,))
+        with pytest.raises(cpx.Error, match="hp2cp: sum of the sections"):
+            megatron.tensor_a2a_hp2cp(y, 0, -1, comm, (1,))
         with pytest.raises(cpx.Error, match="seq_dim, head_dim"):
             megatron.tensor_a2a_cp2hp(x, 1, -1, comm)
         assert megatron.tensor_a2a_cp2hp(x, 0, -1, None) is x  # as Megatron has it, of no group

@@ -40,6 +40,11 @@ mistakes = {
         lambda: cpx.thd(np.zeros(2)),
         "thd: dtype of offsets: expected int64, int32, got float64",
     ),
+    "offsets of two dimensions": (
+        lambda: cpx.thd(np.array([[0, 7], [7, 20]])), r"thd: dimensions of offsets: expected 1, got \(2, 2\)",
+    ),
+    "grids that are none": (lambda: cpx.media(5), r"media: images: expected a list or an array of \(time.*got int"),
+    "grids of two numbers": (lambda: cpx.media([(1, 4), (4, 1, 4, 4)]), "media: images: expected three numbers.*got 2"),
     "offsets that are none": (lambda: cpx.thd(7), "thd: offsets: expected a list or an array of integers, got int"),
     "huge offsets": (
         lambda: cpx.thd([0, 2**70]),
@@ -397,6 +402,18 @@ class OnDevice:
         device_type = pointer(capsule, b"dltensor") + ctypes.sizeof(ctypes.c_void_p)
         ctypes.c_int32.from_address(device_type).value = 2
         return capsule
+
+
+def test_an_array_of_another_batch_or_of_other_chunks_is_told_where_texts_are_the_same():
+    of, other = cpx.shard(cpx.thd([0, 7, 20]), cpx.zigzag(1)), cpx.shard(cpx.thd([0, 8, 20]), cpx.zigzag(1))
+    for given in (other, of):
+        plan = cpx.relayout(of, of, 0)
+        x = cpx.Sharded(np.ones((20, 1)), given, 0)
+        if given is of:
+            assert cpx.exchange(plan, x, alone()).sharding == of
+        else:
+            with pytest.raises(cpx.Error, match="exchange: sharding of x: expected .*, got one of another batch"):
+                cpx.exchange(plan, x, alone())
 
 
 def test_an_array_of_a_device_is_refused_by_name():

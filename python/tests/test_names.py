@@ -4,6 +4,7 @@
 import importlib
 import inspect
 import pathlib
+import pickle
 import re
 
 import pytest
@@ -33,6 +34,17 @@ def test_every_public_name_has_a_docstring(name):
             members = [(member, x) for member, x in members if callable(x) or inspect.isdatadescriptor(x)]
             without += [f"{public}.{member}" for member, x in members if member[0] != "_" and not text_of(x)]
     assert not without
+
+
+@pytest.mark.parametrize("name", ["cpx", "cpx.torch"])
+def test_functions_are_found_where_they_say_that_they_are(name):
+    """Or pickle, and so a process that is started with one, would not find them."""
+    if name == "cpx.torch":
+        pytest.importorskip("torch")
+    module = importlib.import_module(name)
+    for public in module.__all__:
+        if inspect.isroutine(thing := getattr(module, public)):
+            assert pickle.loads(pickle.dumps(thing)) is thing
 
 
 def test_a_checker_of_types_finds_nothing_wrong_with_a_program():

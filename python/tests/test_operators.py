@@ -364,6 +364,9 @@ def test_a_movement_takes_other_batches():
         for width in (0, -2, "a", 1.5):
             with pytest.raises(cpx.Error, match="width"):
                 cpx.Movement(*pairs[0], width=width, rows=8, sequences=3, comm=comm)
+        for name in ("rows", "sequences"):
+            with pytest.raises(cpx.Error, match=f"movement: {name}: expected a number, at least 0, got 8.5"):
+                cpx.Movement(*pairs[0], comm=comm, **{"width": 2, "rows": 8, "sequences": 3, name: 8.5})
 
     cpx.run(3, program)
 

@@ -1170,6 +1170,7 @@ def test_a_copy_of_a_plan_is_the_plan():
         s = cpx.shard(small, cpx.zigzag(1))
         for plan in (ct.relayout(s, s, comm), ct.halo(s, comm, 1), ct.carry(s, comm)):
             assert copy.copy(plan) is plan and copy.deepcopy([plan])[0] is plan
+        assert copy.copy(comm) is comm and copy.deepcopy([comm])[0] is comm
         gc.collect()
         x = torch.ones(10, 2)
         assert torch.equal(ct.exchange(x, ct.relayout(s, s, comm), comm), x)

@@ -4,7 +4,8 @@
     from cpx.dropin.megatron import a2a_cp_to_hp, a2a_hp_to_cp, tensor_a2a_cp2hp, tensor_a2a_hp2cp
 
 All sections, all sequences and the undoing of zigzag are one exchange, without an index_select before or behind it.
-Sequences may have any length; widths of sections are multiples of the ranks, as the layer's weights want it.
+Packed sequences may have any length, and `a2a_cp_to_hp` takes any `seq_len`; `tensor_a2a_cp2hp` is not told how many
+tokens there are: all ranks hold as many. Widths of sections are multiples of the ranks, as the layer's weights want it.
 """
 
 import reprlib
@@ -15,11 +16,13 @@ import torch
 from ._common import by_heads, communicator, integer, integers, move, packed, sharding, tensors, zigzag
 
 
-def _between(where, tensor, ranks, sections, cu, balanced):
-    """Returns the sharding by tokens and that by features. sections: of the whole rows."""
-    uneven = [n for n in sections if n % ranks]
+def _between(where, tensor, ranks, sections, width, cu, balanced):
+    """Returns the sharding by tokens and that by features. sections: of the whole rows, `width` features."""
+    uneven = [n for n in sections if n < 1 or n % ranks]
     if uneven:
         raise cpx.Error(where, "sections", f"multiples of {ranks} ranks", uneven)
+    if sum(sections) != width:
+        raise cpx.Error(where, "sum of the sections", width, sum(sections))
     by_features = tuple((ranks, n // ranks) for n in sections) * tensor.shape[1]
     return sharding(zigzag if balanced else packed, cu, ranks), sharding(by_heads, cu, ranks, by_features)
 
@@ -54,13 +57,13 @@ def _is_first(where, seq_dim, head_dim):
 
 
 def _to_features(where, tensor, comm, sections, cu, balanced):
-    tokens, features = _between(where, tensor, comm.ranks, sections, cu, balanced)
+    tokens, features = _between(where, tensor, comm.ranks, sections, tensor.shape[2], cu, balanced)
     y = move(tensor, tokens, features, comm)
     return y.reshape(len(y), tensor.shape[1], tensor.shape[2] // comm.ranks)
 
 
 def _to_tokens(where, tensor, comm, sections, cu, balanced):
-    tokens, features = _between(where, tensor, comm.ranks, sections, cu, balanced)
+    tokens, features = _between(where, tensor, comm.ranks, sections, tensor.shape[2] * comm.ranks, cu, balanced)
     y = move(tensor, features, tokens, comm)
     return y.reshape(len(y), tensor.shape[1], tensor.shape[2] * comm.ranks)
 
@@ -71,7 +74,8 @@ def tensor_a2a_cp2hp(
 ) -> torch.Tensor:
     """Exchanges (S / W, batch, F), a share of the tokens, for (S, batch, F / W), of each section a share. Collective.
 
-    undo_attention_load_balancing: the tokens are zigzag; else they lie one rank's behind another's.
+    All ranks hold as many tokens. undo_attention_load_balancing: the tokens are zigzag; else they lie one rank's behind
+    another's.
     """
     where = "tensor_a2a_cp2hp"
     comm = _comm(where, tensor, cp_group)

@@ -86,6 +86,12 @@ class Communicator:
             known = _known[of] = _handle_of(of), collections.OrderedDict()
         self.handle, self._plans = known
 
+    def __copy__(self) -> "Communicator":
+        return self
+
+    def __deepcopy__(self, _: object) -> "Communicator":
+        return self  # what holds one, a module or a context, can be copied
+
     @property
     def exchange_path(self) -> str:
         """How exchanges move rows between ranks, the same on all of them, which decide at the first one.
