@@ -86,6 +86,7 @@ __device__ __forceinline__ float2 add_columns(float (&x)[16]) {
     halve_sums<2>(x);
     return {x[0], x[1]};
 }
+
 /// Asks for tensors of a chunk, 64 columns a panel; rows beyond the chunk's n are zeroed.
 template <class F>
 __device__ __forceinline__ void load_tokens(barrier& full, barrier& landed, int& landings, int n, int bytes, F&& load) {

@@ -544,12 +544,11 @@ class Movement:
         self, source: Sharding, target: Sharding, width: int, rows: int, sequences: int, comm: Communicator
     ) -> None:
         _require_comm("movement", comm)
-        most = {"width": width, "rows": rows, "sequences": sequences}
-        for name, number in most.items():
-            fits = hasattr(number, "__index__") and number >= (name == "width")
-            require(fits, "movement", name, f"a number, at least {int(name == 'width')}", number)
+        for name, number, least in (("width", width, 1), ("rows", rows, 0), ("sequences", sequences, 0)):
+            fits = hasattr(number, "__index__") and number >= least
+            require(fits, "movement", name, f"a number, at least {least}", number)
         self.comm = comm
-        self.width, self.rows, self.sequences = map(operator.index, most.values())
+        self.width, self.rows, self.sequences = map(operator.index, (width, rows, sequences))
         self._like = source, target
         self._source = self._target = None
         self.set(source, target)

@@ -24,15 +24,17 @@ index_t integer(char const* where, char const* name, std::size_t place, nb::hand
 
 } // namespace
 
+nb::object items_of(char const* where, char const* name, char const* expected, nb::handle object) {
+    nb::object items = nb::steal(PySequence_Fast(object.ptr(), ""));
+    if (items.is_valid()) return items;
+    PyErr_Clear();
+    throw cpx::error(where, name, expected, nb::cast<std::string>(object.type().attr("__name__")));
+}
+
 std::vector<index_t> integers(char const* where, char const* name, nb::handle object, index_t dimensions) {
     std::vector<index_t> list;
     if (nb::isinstance<nb::list>(object) || nb::isinstance<nb::tuple>(object) || !nb::hasattr(object, "__dlpack__")) {
-        nb::object const items = nb::steal(PySequence_Fast(object.ptr(), ""));
-        if (!items.is_valid()) {
-            PyErr_Clear();
-            throw cpx::error(where, name, "a list or an array of integers",
-                             nb::cast<std::string>(object.type().attr("__name__")));
-        }
+        nb::object const items = items_of(where, name, "a list or an array of integers", object);
         for (nb::handle const item : items) list.push_back(integer(where, name, list.size(), item));
         return list;
     }

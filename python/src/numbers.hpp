@@ -14,6 +14,9 @@
 
 namespace binding {
 
+/// Returns what one can go through. Throws `cpx::error` that names the argument, and what is `expected`, if one cannot.
+nb::object items_of(char const* where, char const* name, char const* expected, nb::handle object);
+
 /// Returns a list or an array of integers, one behind the other. Throws `cpx::error` that names the argument if it is
 /// anything else, or an array of more dimensions.
 std::vector<index_t> integers(char const* where, char const* name, nb::handle object, index_t dimensions = 1);

@@ -91,12 +91,7 @@ cpx::media_kind kind_of(char const* where, std::string_view name) {
 std::vector<cpx::media_grid> grids(char const* name, nb::object object) {
     if (object.is_none()) return {};
     if (nb::hasattr(object, "__dlpack__")) return cpx::media_grids(integers("media", name, object, 2));
-    nb::object const items = nb::steal(PySequence_Fast(object.ptr(), ""));
-    if (!items.is_valid()) {
-        PyErr_Clear();
-        throw cpx::error("media", name, "a list or an array of (time, height, width)",
-                         nb::cast<std::string>(object.type().attr("__name__")));
-    }
+    nb::object const items = items_of("media", name, "a list or an array of (time, height, width)", object);
     std::vector<index_t> all;
     for (nb::handle const item : items) {
         auto const grid = integers("media", name, item);

@@ -405,15 +405,19 @@ class OnDevice:
 
 
 def test_an_array_of_another_batch_or_of_other_chunks_is_told_where_texts_are_the_same():
-    of, other = cpx.shard(cpx.thd([0, 7, 20]), cpx.zigzag(1)), cpx.shard(cpx.thd([0, 8, 20]), cpx.zigzag(1))
-    for given in (other, of):
-        plan = cpx.relayout(of, of, 0)
-        x = cpx.Sharded(np.ones((20, 1)), given, 0)
-        if given is of:
-            assert cpx.exchange(plan, x, alone()).sharding == of
-        else:
-            with pytest.raises(cpx.Error, match="exchange: sharding of x: expected .*, got one of another batch"):
-                cpx.exchange(plan, x, alone())
+    one, another = cpx.thd([0, 7, 20]), cpx.thd([0, 8, 20])
+    cut = [cpx.piecewise(2, one, [(0, n, 0), (n, 20, 1)]) for n in (7, 8)]
+
+    def program(comm):
+        for of, other, text in (
+            (cpx.shard(one, cpx.zigzag(2)), cpx.shard(another, cpx.zigzag(2)), "another batch"), (*cut, "other chunks"),
+        ):
+            assert str(of) == str(other) and of != other
+            x = cpx.Sharded(np.ones((other.rows(comm.rank), 1)), other, comm.rank)
+            with pytest.raises(cpx.Error, match=f"exchange: sharding of x: expected .*, got one of {text}"):
+                cpx.exchange(cpx.relayout(of, of, comm.rank), x, comm)
+
+    cpx.run(2, program)
 
 
 def test_an_array_of_a_device_is_refused_by_name():
