@@ -250,7 +250,7 @@ struct grad_block {
     __device__ void write_values();
     // What `multiply_tokens` and `write_values` do:
     template <class F>
-    __device__ void weigh(delta_gates const& gates, float const (&e)[32], below_diagonal const& below, F&& put) const;
+    __device__ void weigh(delta_gates const& gates, below_diagonal const& below, F&& put) const;
     __device__ void put_across(std::uint32_t const (&h)[16]) const;
     __device__ void multiply_rows(std::uint32_t (&squares)[16], below_diagonal const& below);
     __device__ void multiply_outputs(delta_gates const& gates, char const* inverse, below_diagonal const& below,

@@ -86,10 +86,11 @@ __device__ __forceinline__ void grad_block<Erases>::write_values() {
                 cute::warpgroup_wait<0>();
                 keep(e);
                 std::uint32_t words[16], p[16], h[16]; // E, P and H
-                weigh(gates, e, below, [&](int i, std::uint32_t e, auto const& weighed) {
-                    words[i] = e;
-                    p[i] = weighed(b[2 * i], b[2 * i + 1]);
-                    h[i] = two_bf16(low_half(e) * b[2 * i], high_half(e) * b[2 * i + 1]);
+                weigh(gates, below, [&](int i, float2 decays, auto const& round) {
+                    float const x = decays.x * e[2 * i], y = decays.y * e[2 * i + 1];
+                    words[i] = round(x, y);
+                    p[i] = round(decays.x * b[2 * i], decays.y * b[2 * i + 1]);
+                    h[i] = round(x * b[2 * i], y * b[2 * i + 1]);
                 });
                 wait(memory->z_empty, turn & 1 ^ 1); // what the turn before left has been read
                 store_operand(words, memory->dscores);

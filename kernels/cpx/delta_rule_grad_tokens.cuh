@@ -54,20 +54,20 @@ __device__ __forceinline__ void store_symmetric(std::uint32_t const (&x)[16], ch
     cute::SM90_U32x4_STSM_N::copy(a[0] | b[0], a[1] | b[1], a[2] | b[2], a[3] | b[3], *along(warp));
 }
 
-/// Calls `put(i, E, decays)` for every word i of E^T, s Y dO^T times the decays, of which `e` are the products.
+/// Calls `put(i, decays, round)` for every word i of what is upper triangular, and decays: two factors, which the scale
+/// is in but for its sign; `round(x, y)` makes the word, with that, of what they have been applied to.
 template <bool Erases>
 template <class F>
-__device__ __forceinline__ void grad_block<Erases>::weigh(delta_gates const& gates, float const (&e)[32],
-                                                          below_diagonal const& below, F&& put) const {
+__device__ __forceinline__ void grad_block<Erases>::weigh(delta_gates const& gates, below_diagonal const& below,
+                                                          F&& put) const {
     // the scale as a power of two, and its sign
     float const power = __log2f(fabsf(in.scale)), g[2] = {power - gates.sum[row], power - gates.sum[row + 8]};
     std::uint32_t const sign = in.scale < 0 ? 0x80008000u : 0u;
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
         float2 const sum = *reinterpret_cast<float2 const*>(gates.sum + 8 * (i / 2) + lane % 4 * 2);
-        float const decays[2] = {power_of_two(sum.x + g[i % 2]), power_of_two(sum.y + g[i % 2])};
-        auto const kept = [&](float x, float y) { return two_bf16(decays[0] * x, decays[1] * y) & ~below[i] ^ sign; };
-        put(i, kept(e[2 * i], e[2 * i + 1]), kept);
+        float2 const decays{power_of_two(sum.x + g[i % 2]), power_of_two(sum.y + g[i % 2])};
+        put(i, decays, [&](float x, float y) { return two_bf16(x, y) & ~below[i] ^ sign; });
     }
 }
 
@@ -105,8 +105,8 @@ __device__ __forceinline__ void grad_block<Erases>::multiply_rows(std::uint32_t 
         squares[i] = two_bf16(kk[2 * i], kk[2 * i + 1]) & below[i];
         words[i] = two_bf16(b[2 * i], b[2 * i + 1]) & ~below[i];
     }
-    join_group(group); // the task before has read it
-    store_operand(words, memory->scores);
+    join_group(group);                                    // the task before has read it
+    store_operand(words, memory->scores, thread_again()); // once a task: no registers for places
     cutlass::arch::fence_view_async_shared();
     join_group(group);
 }
@@ -130,15 +130,19 @@ grad_block<Erases>::multiply_outputs(delta_gates const& gates, char const* inver
     keep(ba);
     keep(e);
     arrive_warp(memory->values_empty);
-    std::uint32_t const b[2] = {twice_bf16(gates.beta[row]), twice_bf16(gates.beta[row + 8])};
-    std::uint32_t weighted[16];
-    weigh(gates, e, below, [&](int i, std::uint32_t e, auto const&) {
-        words[i] = e;
-        weighted[i] = multiply_two(e, b[i % 2]);
-        h[i] = multiply_two(weighted[i], two_bf16(ba[2 * i], ba[2 * i + 1]));
-    });
+    float const b[2] = {gates.beta[row], gates.beta[row + 8]};
     wait(memory->z_empty, turn & 1 ^ 1); // what the turn before left has been read
-    store_operand(weighted, memory->e);
+    std::uint32_t weighted[4];           // of 16 columns
+    int const place = place_straight(0, thread_again());
+    weigh(gates, below, [&](int i, float2 decays, auto const& round) { // in float32: of H's sums dg is made
+        float const x = decays.x * e[2 * i], y = decays.y * e[2 * i + 1];
+        words[i] = round(x, y);
+        weighted[i % 4] = round(b[i % 2] * x, b[i % 2] * y);
+        h[i] = round(b[i % 2] * x * ba[2 * i], b[i % 2] * y * ba[2 * i + 1]);
+        if (i % 4 == 3)
+            cute::SM90_U32x4_STSM_N::copy(weighted[0], weighted[1], weighted[2], weighted[3],
+                                          *reinterpret_cast<cute::uint128_t*>(memory->e + (place ^ 32 * (i / 4))));
+    });
     cutlass::arch::fence_view_async_shared();
 }
 

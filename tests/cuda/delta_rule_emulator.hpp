@@ -93,8 +93,9 @@ inline results run(head const& in) {
 
         vector const b = bf16(matrix(c.beta));
         matrix const dx = bf16(c.onward.asDiagonal() * (y * ds.transpose()));
-        matrix const e = bf16(lower(in.scale * (c.dout * y.transpose()).cwiseProduct(c.decay)));
-        matrix const weighted = bf16(e * b.asDiagonal()), h = bf16(weighted.cwiseProduct(bf16(c.scores * c.a)));
+        matrix const exact = lower(in.scale * (c.dout * y.transpose()).cwiseProduct(c.decay)), e = bf16(exact);
+        matrix const times_beta = exact * c.beta.asDiagonal(), weighted = bf16(times_beta);
+        matrix const h = bf16(times_beta.cwiseProduct(c.scores * c.a));
         matrix const dscores = bf16(lower(weighted * c.a.transpose()));
         matrix const kdx = c.k * dx.transpose(), inner = kdx + c.scores.transpose() * e;
         matrix const left = bf16(bf16(c.a.transpose() * bf16(inner)) * b.asDiagonal());
