@@ -7,10 +7,22 @@ if(TARGET nvidia::cutlass::cutlass)
 endif()
 include(${CMAKE_CURRENT_LIST_DIR}/python_wheels.cmake)
 find_path(CUTLASS_INCLUDE_DIR cute/arch/mma_sm90_gmma.hpp
-    HINTS ${cpx_cutlass_folders} ${CUTLASS_ROOT} $ENV{CUTLASS_ROOT} ${CMAKE_CURRENT_LIST_DIR}/../build/cutlass
+    HINTS ${CUTLASS_ROOT} $ENV{CUTLASS_ROOT} ${cpx_cutlass_folders} ${CMAKE_CURRENT_LIST_DIR}/../build/cutlass
         ${cpx_wheels}
     PATH_SUFFIXES include cutlass_library/source/include)
 mark_as_advanced(CUTLASS_INCLUDE_DIR)
+if(CUTLASS_INCLUDE_DIR)
+    set(cpx_cutlass_version 0)
+    if(EXISTS ${CUTLASS_INCLUDE_DIR}/cutlass/version.h)
+        file(STRINGS ${CUTLASS_INCLUDE_DIR}/cutlass/version.h cpx_cutlass_version REGEX "define CUTLASS_M(AJ|IN)OR ")
+        string(REGEX REPLACE "[^0-9;]" "" cpx_cutlass_version "${cpx_cutlass_version}")
+        string(REPLACE ";" "." cpx_cutlass_version "${cpx_cutlass_version}")
+    endif()
+    if(cpx_cutlass_version VERSION_LESS 3.5)
+        message(STATUS "cpx: CUTLASS in ${CUTLASS_INCLUDE_DIR} is ${cpx_cutlass_version}, older than 3.5")
+        set(CUTLASS_INCLUDE_DIR CUTLASS_INCLUDE_DIR-NOTFOUND)
+    endif()
+endif()
 
 if(CUTLASS_INCLUDE_DIR AND NOT TARGET cpx::cutlass)
     add_library(cpx::cutlass INTERFACE IMPORTED GLOBAL)

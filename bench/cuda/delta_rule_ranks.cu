@@ -18,15 +18,16 @@ using cpx::index_t;
 namespace cuda = cpx::cuda;
 constexpr index_t of_a_rank = 32768;
 
-/// Returns the slowest rank's milliseconds of a call, the median of rounds that ranks begin together.
-double slowest_ms(cpx::nccl& ranks, cudaStream_t stream, auto const& f) {
+/// Returns the slowest rank's milliseconds of a call, of so many in a row, the median of rounds that ranks begin
+/// together. In a row, as layers are, a rank is with the next call while others wait for what it has sent them.
+double slowest_ms(cpx::nccl& ranks, cudaStream_t stream, auto const& f, int calls = 5) {
     auto const all = [&](float ms) {
         std::vector<float> of(static_cast<std::size_t>(ranks.ranks()));
         ranks.gather(&ms, of.data(), sizeof ms);
         return of;
     };
     return static_cast<double>(std::ranges::max(all(timing::median_ms(
-        stream, f, [&] { static_cast<void>(all(0)); }, 5))));
+        stream, f, [&] { static_cast<void>(all(0)); }, calls))));
 }
 
 template <cpx::carry_kind How>
@@ -39,11 +40,13 @@ void time(std::string const& layout, char const* how, auto const& sharding, cpx:
     typename calls::saved kept;
     kept.keeps = true;
     double const forward = slowest_ms(ranks, stream, [&] { of.forward(nullptr); });
+    double const alone = slowest_ms(
+        ranks, stream, [&] { of.forward(nullptr); }, 1);
     of.forward(&kept);
     double const backward = slowest_ms(ranks, stream, [&] { of.backward(kept); });
     if (ranks.rank() != 0) return;
-    std::printf("%2td/%-2td %-10s %-6s %10.3f %10.3f\n", heads.key_heads, heads.value_heads, layout.c_str(), how,
-                forward, backward);
+    std::printf("%2td/%-2td %-10s %-6s %10.3f %10.3f %10.3f\n", heads.key_heads, heads.value_heads, layout.c_str(), how,
+                forward, alone, backward);
     std::fflush(stdout);
     if (ranks.ranks() == 2 && heads.key_heads == 16 && how == std::string("scan"))
         limits.at_most("forward, " + layout + ", scan, 16/32 heads", 1000 * forward, 800, "us");
@@ -56,8 +59,8 @@ std::string run(int rank) {
     if (rank == 0)
         std::printf(
             "gated delta rule, %td tokens in one sequence over %d ranks, %s: bfloat16, heads of 128, by send and "
-            "receive; ms of the slowest rank\n%-24s %10s %10s\n",
-            batch.tokens(), count, timing::device_name().c_str(), "", "forward", "backward");
+            "receive; ms of the slowest rank, 5 calls in a row but for one alone\n%-24s %10s %10s %10s\n",
+            batch.tokens(), count, timing::device_name().c_str(), "", "forward", "one alone", "backward");
     timing::limits limits;
     for (cpx::delta_rule_heads const& heads :
          {cpx::delta_rule_heads{16, 32, 128, 128}, cpx::delta_rule_heads{2, 8, 128, 128}}) {

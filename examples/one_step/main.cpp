@@ -30,14 +30,15 @@ int main(int argc, char** argv) {
     std::string on = "threads", ranks = "4";
     bool json = false;
     app.option("--on", on, "threads, mpi (started by mpirun) or gpus (started by torchrun)");
-    app.option("--ranks", ranks, "threads; elsewhere the launcher says how many ranks there are");
+    app.option("--ranks", ranks, "threads; elsewhere as many as the launcher has launched");
     app.flag("--json", json, "print one line of JSON");
     return app.run(argc, argv, [&] {
         bool const known = on == "threads" || on == "mpi" || on == "gpus";
         cpx::require(known, "--on", "ranks", "threads, mpi or gpus", cpx::quote(on));
-        app.require_effect("--ranks", on == "threads", "--on threads", on + ", whose launcher says it");
-        int const threads = examples::parse_ranks(ranks, examples::most_threads);
-        auto const result = on == "mpi" ? one_step::on_mpi() : on == "gpus" ? one_step::on_gpus() : on_threads(threads);
+        int const wanted = examples::parse_ranks(ranks, examples::most_threads);
+        auto const result = on == "mpi" ? one_step::on_mpi() : on == "gpus" ? one_step::on_gpus() : on_threads(wanted);
+        cpx::require(!app.has("--ranks") || result.ranks == wanted, "--ranks", "ranks",
+                     "those that were launched, " + std::to_string(result.ranks), wanted);
         if (result.rank != 0) return;
         char const* const text =
             json ? "{\"on\":\"%s\",\"ranks\":%d,\"checksum\":%.0f}\n" : "one step on %s, %d ranks: checksum %.0f\n";

@@ -162,7 +162,10 @@ static __global__ void __launch_bounds__(1024, 1)
     for (std::int64_t i = thread; i < plan.flag_count; i += 1024) plan.flags[i] = 0;
     __syncthreads();
     int const stretches = plan.totals[1];
-    for (int i = thread; i < stretches; i += 1024) {
+    bool const whole = stretches == plan.count; // a sequence has one at least
+    if (whole)
+        for (int i = thread; i < stretches; i += 1024) plan.stretches[i] = {i, 0};
+    for (int i = thread; !whole && i < stretches; i += 1024) { // of few sequences: more of them are not cut
         int const s = last_at_or_before(i, plan.count, [&](int other) { return plan.sequences[other].first_stretch; });
         int const stretch = i - plan.sequences[s].first_stretch;
         // Last stretches have even times, the others odd ones; at one time the sequences' order counts.

@@ -1,5 +1,6 @@
 // Exchanges and operators between GPUs: what is refused on the host is refused there, and each memory by the other's.
 #include <cpx/cpx.hpp>
+#include <cpx/cuda/shared_communicator.hpp>
 #include <cpx/ops/cuda/causal_conv1d.hpp>
 #include <cpx/ops/cuda/gated_delta_rule.hpp>
 #include <cpx/ops/cuda/head_decay_attention.hpp>
@@ -18,10 +19,12 @@ using view = cpx::sharded<float, S, M> const&;
 
 #ifdef CPX_GOOD
 using given = zigzag;
+using taken = sequential;
 using place = device;
 using host_place = cpx::host_memory;
 #else
 using given = sequential;
+using taken = zigzag;
 using place = cpx::host_memory;
 using host_place = device;
 #endif
@@ -29,6 +32,11 @@ using host_place = device;
 // expect: exchange of a tensor that is not sharded as the plan's source
 void views(plan<zigzag, sequential> p, view<given, device> x, view<sequential, device> y,
            cpx::cuda::communicator& comm) {
+    cpx::exchange(p, x, y, comm);
+}
+
+// expect: exchange into a tensor that is not sharded as the plan's target
+void targets(plan<zigzag, sequential> p, view<zigzag, device> x, view<taken, device> y, cpx::cuda::communicator& comm) {
     cpx::exchange(p, x, y, comm);
 }
 
@@ -206,6 +214,19 @@ void carries_on_host(cpx::carry_plan<cpx::serial, zigzag> const& p, cpx::delta_r
 void moves(cpx::movement<float, cpx::relayout_plan<zigzag, sequential>, cpx::cuda::communicator>& move,
            view<given, device> x, view<sequential, device> y) {
     move(x, y);
+}
+
+// expect: movement into a tensor that is not sharded as its target
+void moves_back(cpx::movement<float, cpx::relayout_plan<zigzag, sequential>, cpx::cuda::shared_communicator>& move,
+                view<sequential, device> y, view<given, device> x) {
+    move.transposed(y, x);
+}
+
+// expect: movement of a tensor that is not sharded as its source
+void moves_what_it_targets(
+    cpx::movement<float, cpx::relayout_plan<zigzag, sequential>, cpx::cuda::shared_communicator>& move,
+    view<taken, device> y, view<zigzag, device> x) {
+    move.transposed(y, x);
 }
 
 // expect: movement of a tensor that is not sharded as its plan

@@ -3,6 +3,7 @@
 #include <cpx/cuda/gated_delta_rule.hpp>
 #include <cpx/ops/local/delta_rule_backward.hpp>
 
+#include "../../harness/graph.hpp"
 #include "delta_rule_emulator.hpp"
 #include "gpus.hpp"
 #include "packed_heads.hpp"
@@ -10,7 +11,9 @@
 #include <ops/on_ranks.hpp>
 #include <support/rejects.hpp>
 
+#include <algorithm>
 #include <cmath>
+#include <span>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -34,47 +37,71 @@ results on_host(problem const& p, bool backward) {
     });
 }
 
-/// `saves`: the backward reads what the forward has saved.
+/// A forward, and perhaps its backward, of a problem on a device: what they read, and what they write, poisoned.
+template <class T>
+class gpu_call {
+public:
+    /// `saves`: the backward reads what the forward has saved.
+    gpu_call(problem const& p, bool backward, bool saves = false)
+        : p_(p), backward_(backward), saved_(saves ? gpu::gated_delta_rule_saved<T>(p.shape, p.rows(), count()) : 0),
+          space_(gpu::gated_delta_rule_workspace<T>(p.shape, p.rows(), count(), saves)),
+          more_(backward ? gpu::gated_delta_rule_backward_workspace<T>(p.shape, p.rows(), count(), saves) : 0) {
+        for (auto const* const room : {&space_, &more_})
+            gpu::check(cudaMemset(room->data(), 0xff, static_cast<std::size_t>(room->size())), "cudaMemset");
+        gpu::check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+    }
+
+    void run(cudaStream_t stream) {
+        index_t const n = p_.rows(), keys = p_.keys(), values = p_.values(), heads = p_.shape.value_heads;
+        auto const in = there_.erasing(all(saved_));
+        path_ = gpu::gated_delta_rule<T>(p_.shape, in, {o_.data(), n, values}, all(last_), all(space_), stream);
+        if (!backward_) return;
+        auto const path = gpu::gated_delta_rule_backward<T>(p_.shape, in, there_.gradients(), all(there_.dlast),
+                                                            {{dq_.data(), n, keys},
+                                                             {dk_.data(), n, keys},
+                                                             {dv_.data(), n, values},
+                                                             {dg_.data(), n, heads},
+                                                             {dbeta_.data(), n, heads},
+                                                             all(dstate_)},
+                                                            all(more_), stream);
+        CHECK(path == path_);
+    }
+
+    /// As many sequences, elsewhere in the rows.
+    void set(std::vector<index_t> const& offsets) {
+        gpu::check(
+            cudaMemcpy(there_.offsets.data(), offsets.data(), offsets.size() * sizeof(index_t), cudaMemcpyHostToDevice),
+            "cudaMemcpy");
+    }
+    results read() const {
+        results r{.o = widen(o_.read()), .last = widen(last_.read())};
+        r.path = path_;
+        if (!backward_) return r;
+        r.dq = widen(dq_.read()), r.dk = widen(dk_.read()), r.dv = widen(dv_.read());
+        r.dg = widen(dg_.read()), r.dbeta = widen(dbeta_.read()), r.dstate = widen(dstate_.read());
+        return r;
+    }
+
+private:
+    index_t count() const { return p_.sequences(); }
+
+    problem const& p_;
+    bool backward_;
+    delta_rule_path path_ = delta_rule_path::plain;
+    device_problem<T> there_{p_};
+    buffer<T> o_ = poisoned<T>(p_.v.size()), dq_ = poisoned<T>(p_.q.size()), dk_ = poisoned<T>(p_.q.size()),
+              dv_ = poisoned<T>(p_.v.size());
+    buffer<float> last_ = poisoned<float>(p_.state.size()), dg_ = poisoned<float>(p_.g.size()),
+                  dbeta_ = poisoned<float>(p_.g.size()), dstate_ = poisoned<float>(p_.state.size());
+    buffer<char> saved_, space_, more_;
+};
+
 template <class T>
 results on_gpu(problem const& p, bool backward, bool saves = false) {
-    cpx::cuda::stream const stream;
-    device_problem<T> const there{p};
-    index_t const tokens = p.tokens(), keys = p.keys(), values = p.values(), heads = p.shape.value_heads;
-    buffer<char> const saved(saves ? gpu::gated_delta_rule_saved<T>(p.shape, tokens, p.sequences()) : 0);
-    auto const in = there.erasing(all(saved));
-    auto const o = poisoned<T>(p.v.size());
-    auto const last = poisoned<float>(p.state.size());
-    buffer<char> const space(cpx::cuda::gated_delta_rule_workspace<T>(p.shape, tokens, p.sequences(), saves));
-    cpx::cuda::check(cudaMemset(space.data(), 0xff, static_cast<std::size_t>(space.size())), "cudaMemset");
-    cpx::cuda::check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
-    results r;
-    r.path =
-        cpx::cuda::gated_delta_rule<T>(p.shape, in, rows<T>(o.data(), tokens, values), all(last), all(space), stream);
-    r.o = widen(o.read());
-    r.last = widen(last.read());
-    if (!backward) return r;
-    auto const dq = poisoned<T>(p.q.size()), dk = poisoned<T>(p.q.size()), dv = poisoned<T>(p.v.size());
-    auto const dg = poisoned<float>(p.g.size()), dbeta = poisoned<float>(p.g.size()),
-               dstate = poisoned<float>(p.state.size());
-    buffer<char> const more(cpx::cuda::gated_delta_rule_backward_workspace<T>(p.shape, tokens, p.sequences(), saves));
-    cpx::cuda::check(cudaMemset(more.data(), 0xff, static_cast<std::size_t>(more.size())), "cudaMemset");
-    cpx::cuda::check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
-    auto const path = cpx::cuda::gated_delta_rule_backward<T>(p.shape, in, there.gradients(), all(there.dlast),
-                                                              {{dq.data(), tokens, keys},
-                                                               {dk.data(), tokens, keys},
-                                                               {dv.data(), tokens, values},
-                                                               {dg.data(), tokens, heads},
-                                                               {dbeta.data(), tokens, heads},
-                                                               all(dstate)},
-                                                              all(more), stream);
-    CHECK(path == r.path);
-    r.dq = widen(dq.read());
-    r.dk = widen(dk.read());
-    r.dv = widen(dv.read());
-    r.dg = widen(dg.read());
-    r.dbeta = widen(dbeta.read());
-    r.dstate = widen(dstate.read());
-    return r;
+    gpu::stream const stream;
+    gpu_call<T> call(p, backward, saves);
+    call.run(stream);
+    return call.read();
 }
 
 /// What tensor cores compute, but with exact sums; gradients of q and k are rounded after heads are added up.
@@ -123,16 +150,12 @@ results emulated(problem const& p) {
     return r;
 }
 
-/// Checks that errors are at most `times` those of the roundings alone; where not `asserted`, says which are more.
-void check_roundings(double times, bool asserted, results const& got, results const& rounded, results const& exact) {
+/// Checks that errors are at most `times` those of the roundings alone.
+void check_roundings(double times, results const& got, results const& rounded, results const& exact) {
     auto const compare = [&](char const* name, numbers results::*tensor) {
         double const error = on_ranks::relative_error(got.*tensor, exact.*tensor);
         double const least = on_ranks::relative_error(rounded.*tensor, exact.*tensor);
-        CAPTURE(name);
-        if (asserted)
-            CHECK(error <= times * least);
-        else
-            WARN_MESSAGE(error <= times * least, name << ": " << error << ", by its roundings " << least);
+        CHECK_MESSAGE(error <= times * least, name << ": " << error << ", by its roundings " << least);
     };
     compare("o", &results::o), compare("dq", &results::dq), compare("dk", &results::dk), compare("dv", &results::dv);
     compare("dg", &results::dg), compare("dbeta", &results::dbeta);
@@ -175,10 +198,7 @@ TEST_SUITE("cuda") {
                 double const most = hard ? 2e-2 : 4.7e-3;
                 auto const exact = on_host(p, true);
                 check_close(got, exact, most, most, hard ? 4e-2 : 6e-3);
-                // of the other gates errors have not been measured on a GPU, or are too large: dg of beta_2, 1.24 times
-                bool const asserted = what == kind::mild || what == kind::no_decay;
-                if (!few && got.path == delta_rule_path::tensor_cores)
-                    check_roundings(1.15, asserted, got, emulated(p), exact);
+                if (!few && got.path == delta_rule_path::tensor_cores) check_roundings(1.15, got, emulated(p), exact);
             }
     }
 
@@ -198,6 +218,60 @@ TEST_SUITE("cuda") {
             auto p = make<T>({tokens, tokens, tokens}, 2, 4, 128, 128, kind::mild, static_cast<std::uint64_t>(tokens));
             for (double& x : p.state) x *= 4; // exact, and dg is a small sum of large products
             check_close(on_gpu<T>(p, true), on_host(p, true), 4.7e-3, 4.7e-3, 4.7e-3);
+        }
+    }
+
+    TEST_CASE("lengths about chunks, keys that are zero, sequences without tokens, and rows of no sequence") {
+        if (!has_gpus()) return;
+        using T = __nv_bfloat16;
+        std::vector<index_t> lengths{1023, 1025};
+        for (index_t i = 131; i <= 200; i += 3) lengths.push_back(i);
+        for (int i = 0; i < 11; ++i) lengths.push_back(33);
+        auto p = make<T>(lengths, 1, 1, 128, 128, kind::mild, 23);
+        for (index_t i = 0; i < p.tokens(); i += 3) std::ranges::fill(std::span(p.k).subspan(i * 128, 128), 0.0);
+        check_close(on_gpu<T>(p, true), on_host(p, true), 4.5e-3, 4.5e-3, 4.5e-3);
+        for (double& g : p.g) g = -20; // nothing is left of the token before
+        check_close(on_gpu<T>(p, true), on_host(p, true), 4.5e-3, 4.5e-3, 6e-3);
+
+        auto const none = make<T>({0, 0, 0}, 1, 2, 128, 128, kind::mild, 24);
+        auto const got = on_gpu<T>(none, true);
+        CHECK(got.last == none.state);
+        CHECK(got.dstate == none.dlast);
+
+        auto most = make<T>({70, 130, 64}, 1, 2, 128, 128, kind::mild, 25);
+        most.offsets.pop_back(), most.first.clear();
+        for (numbers* const states : {&most.state, &most.dlast}) states->resize(states->size() / 3 * 2);
+        auto const part = on_gpu<T>(most, true);
+        auto const own = [](numbers const& x, index_t width) { return slice(x, width, 0, 200); };
+        auto const exact = on_host(most, true);
+        check_close("o", own(part.o, 256), own(exact.o, 256), 4.5e-3);
+        check_close("dk", own(part.dk, 128), own(exact.dk, 128), 4.5e-3);
+        check_close("dg", own(part.dg, 2), own(exact.dg, 2), 6e-3); // its roundings alone: 5.7e-3
+        auto const untouched = [](numbers const& x, index_t width) {
+            return std::ranges::all_of(slice(x, width, 200, 264), [](double e) { return std::isnan(e); });
+        };
+        CHECK((untouched(part.o, 256) && untouched(part.dq, 128) && untouched(part.dk, 128)));
+        CHECK((untouched(part.dv, 256) && untouched(part.dg, 2) && untouched(part.dbeta, 2)));
+    }
+
+    TEST_CASE_TEMPLATE("a captured call is replayed with whatever packing is there", T, __nv_bfloat16, float) {
+        if (!has_gpus()) return;
+        auto const p = make<T>({200, 0, 311, 64}, 1, 2, 128, 128, kind::mild, 26);
+        for (bool const saves : {false, true}) {
+            gpu::stream const stream;
+            gpu_call<T> call(p, true, saves);
+            harness::graph const graph(stream, [&] { call.run(stream); });
+            std::vector<index_t> const elsewhere{0, 1, 128, 129, 575}, packings[] = {p.offsets, elsewhere, p.offsets};
+            for (std::vector<index_t> const& offsets : packings) {
+                auto other = p;
+                other.offsets = offsets;
+                call.set(offsets);
+                graph.launch(stream);
+                auto const got = call.read(), expected = on_gpu<T>(other, true, saves);
+                CHECK(same_gradients(got, expected));
+                CHECK(on_ranks::same_bits(got.o, expected.o));
+                CHECK(on_ranks::same_bits(got.last, expected.last));
+            }
         }
     }
 
@@ -376,6 +450,19 @@ TEST_SUITE("cuda") {
                          [&] { on_gpu<float>(changed([](problem& o) { o.shape.key_heads = 2; }), false); });
         support::rejects({"key_dim", "from 1 to 256", "512"},
                          [&] { on_gpu<float>(changed([](problem& o) { o.shape.key_dim = 512; }), false); });
+        support::rejects({"value heads", "at most 65535", "65536"}, [&] {
+            gpu::gated_delta_rule_shape const many{.key_heads = 1, .value_heads = 65536, .key_dim = 8, .value_dim = 1};
+            buffer<float> const key(8), values(65536), gate(65536);
+            buffer<index_t> const ends{std::span<index_t const>(std::vector<index_t>{0, 1})};
+            rows<float const> const keys(key.data(), 1, 8), value(values.data(), 1, 65536), g(gate.data(), 1, 65536);
+            gpu::gated_delta_rule<float>(many, {keys, keys, value, g, g, all(ends)}, {values.data(), 1, 65536}, {}, {},
+                                         nullptr);
+        });
+        support::rejects({"gated_delta_rule", "stretch", "from 0 to 2^24 chunks", "4294967296"}, [&] {
+            static_cast<void>(gpu::gated_delta_rule_workspace<__nv_bfloat16>({.stretch = index_t{1} << 32}, 10, 1));
+        });
+        support::rejects({"stretch", "-1"},
+                         [&] { on_gpu<float>(changed([](problem& o) { o.shape.stretch = -1; }), false); });
         support::rejects({"size of state"},
                          [&] { on_gpu<float>(changed([](problem& o) { o.state.pop_back(); }), false); });
         buffer<index_t> const offsets{std::span<index_t const>(std::vector<index_t>{0, 0})};

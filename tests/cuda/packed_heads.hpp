@@ -44,6 +44,7 @@ struct problem {
     numbers q, k, v, g, beta, dout, state, dlast;
 
     index_t tokens() const { return offsets.back(); }
+    index_t rows() const { return std::ssize(g) / shape.value_heads; } ///< of the tensors, `tokens` at least
     index_t sequences() const { return std::ssize(offsets) - 1; }
     index_t keys() const { return shape.key_heads * shape.key_dim; }
     index_t values() const { return shape.value_heads * shape.value_dim; }
@@ -172,9 +173,9 @@ struct device_problem {
     rows<T const> gradients() const { return values(dout); }
 
 private:
-    rows<T const> keys(buffer<T> const& x) const { return {x.data(), p.tokens(), p.keys()}; }
-    rows<T const> values(buffer<T> const& x) const { return {x.data(), p.tokens(), p.values()}; }
-    rows<float const> gates(buffer<float> const& x) const { return {x.data(), p.tokens(), p.shape.value_heads}; }
+    rows<T const> keys(buffer<T> const& x) const { return {x.data(), p.rows(), p.keys()}; }
+    rows<T const> values(buffer<T> const& x) const { return {x.data(), p.rows(), p.values()}; }
+    rows<float const> gates(buffer<float> const& x) const { return {x.data(), p.rows(), p.shape.value_heads}; }
 };
 template <class T>
 buffer<T> poisoned(std::size_t count) {

@@ -95,12 +95,19 @@ index_t delta_saved_tokens(gated_delta_rule_input<T> const& in) {
 /// Returns how many chunks there are at most.
 inline index_t delta_chunks(index_t tokens, index_t sequences) { return tokens / kernels::delta_chunk + 2 * sequences; }
 
+inline void require_stretch(gated_delta_rule_shape const& shape, char const* where = "cuda::gated_delta_rule",
+                            caller here = caller::here()) {
+    require(shape.stretch >= 0 && shape.stretch <= 1 << 24, where, "stretch", "from 0 to 2^24 chunks", shape.stretch,
+            here);
+}
+
 inline delta_space delta_plan_space(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences,
                                     kernels::delta_cut const& cut = {1 << 24}) {
     delta_space space;
     space.sequences = sequences;
     space.chunks = delta_chunks(tokens, sequences);
     space.cut = cut;
+    require_stretch(shape);
     space.stretches = space.chunks / cut.chunks + sequences;
     space.plan = space.take(sequences, sizeof(kernels::delta_sequence));
     space.stretch_list = space.take(space.stretches, sizeof(kernels::delta_stretch));
@@ -172,7 +179,8 @@ template <bool Erases, class T>
 void require_delta_input(char const* where, gated_delta_rule_shape const& shape, gated_delta_rule_input<T> const& in,
                          caller here) {
     require_delta_rows<Erases>(where, shape, in, here);
-    require(shape.stretch >= 0, where, "stretch", "not negative", shape.stretch, here);
+    require_stretch(shape, where, here);
+    require(shape.value_heads <= 65535, where, "value heads", "at most 65535", shape.value_heads, here);
     require(!in.offsets.empty() && in.offsets.size() <= delta_most_sequences + 1, where, "size of offsets",
             "from 1 to 65536", in.offsets.size(), here);
     require(in.first.empty() || in.first.size() + 1 == in.offsets.size(), where, "size of first", in.offsets.size() - 1,
