@@ -26,6 +26,14 @@ using namespace nanobind::literals;
 
 namespace binding {
 
+/// A function of cpx, and what it is given: so things are pickled.
+struct recipe {
+    char const* function;
+    std::function<nb::tuple()> arguments;
+
+    nb::tuple reduced() const { return nb::make_tuple(nb::module_::import_("cpx").attr(function), arguments()); }
+};
+
 namespace {
 
 /// Whether a number of tokens is a multiple of another: the rule of miles.
@@ -39,6 +47,7 @@ using by_multiple = cpx::by_length<cpx::table, cpx::table, divides>;
 struct layout_value {
     std::variant<cpx::sequential<>, cpx::zigzag<>, cpx::striped<>, cpx::table, by_multiple> real;
     std::string text;
+    std::vector<layout_value> parts{}; ///< those that are chosen from
     int ranks() const {
         return std::visit([](auto const& l) { return l.ranks(); }, real);
     }
@@ -88,7 +97,33 @@ layout_value choice_of(layout_value const& first, layout_value const& second, in
     cpx::require(first.ranks() == second.ranks(), "by_length", "ranks of the second layout", first.ranks(),
                  second.ranks());
     return {by_multiple{as_table(first), as_table(second), divides{multiple}},
-            "by_length(" + first.text + ", " + second.text + ", " + std::to_string(multiple) + ')'};
+            "by_length(" + first.text + ", " + second.text + ", " + std::to_string(multiple) + ')',
+            {first, second}};
+}
+
+recipe recipe_of(layout_value const& of) {
+    return std::visit(
+        [&]<class L>(L const& l) -> recipe {
+            if constexpr (std::same_as<L, by_multiple>) {
+                return {"by_length", [&of, &l] { return nb::make_tuple(of.parts[0], of.parts[1], l.rule.multiple); }};
+            } else if constexpr (std::same_as<L, cpx::table>) {
+                return {"table", [&l] {
+                            nb::list owners;
+                            for (int c = 0; c < l.chunks(); ++c) owners.append(l.owner(c));
+                            return nb::make_tuple(l.ranks(), owners);
+                        }};
+            } else {
+                return {std::same_as<L, cpx::zigzag<>>    ? "zigzag"
+                        : std::same_as<L, cpx::striped<>> ? "striped"
+                                                          : "sequential",
+                        [&l] { return nb::make_tuple(l.ranks()); }};
+            }
+        },
+        of.real);
+}
+
+std::shared_ptr<recipe const> remember(char const* function, std::function<nb::tuple()> arguments) {
+    return std::make_shared<recipe const>(recipe{function, std::move(arguments)});
 }
 
 any_layout shard(cpx::thd const& batch, layout_value const& layout, std::string_view scope_name, cut_value cut) {
@@ -96,12 +131,16 @@ any_layout shard(cpx::thd const& batch, layout_value const& layout, std::string_
                                         {{"sequence", cpx::scope::sequence}, {"batch", cpx::scope::batch}});
     std::string const text = layout.text + " over " + std::string(scope_name) +
                              (cut.unit == 1 ? "" : ", aligned(" + std::to_string(cut.unit) + ')');
+    auto made =
+        remember("shard", [=, word = std::string(scope_name)] { return nb::make_tuple(batch, layout, word, cut); });
     return std::visit(
         [&]<class L>(L const& l) -> any_layout {
             using cut_type = cpx::aligned<cpx::dynamic>;
             if (scope == cpx::scope::batch)
-                return {any_tokens(cpx::sharding<L, cpx::scope::batch, cut_type>(batch, l, cut_type(cut.unit)), text)};
-            return {any_tokens(cpx::sharding<L, cpx::scope::sequence, cut_type>(batch, l, cut_type(cut.unit)), text)};
+                return {any_tokens(cpx::sharding<L, cpx::scope::batch, cut_type>(batch, l, cut_type(cut.unit)), text),
+                        std::move(made)};
+            return {any_tokens(cpx::sharding<L, cpx::scope::sequence, cut_type>(batch, l, cut_type(cut.unit)), text),
+                    std::move(made)};
         },
         layout.real);
 }
@@ -115,7 +154,8 @@ any_layout by_heads(int ranks, cpx::thd const& batch, section_list const& sectio
         text += (list.empty() ? "(" : ", (") + std::to_string(heads) + ", " + std::to_string(width) + ')';
         list.push_back({heads, width});
     }
-    return {any_rows(cpx::head_sharded<>(ranks, batch, std::move(list)), text + "])")};
+    return {any_rows(cpx::head_sharded<>(ranks, batch, std::move(list)), text + "])"),
+            remember("head_sharded", [=] { return nb::make_tuple(ranks, batch, sections); })};
 }
 
 using piece_list = std::vector<std::tuple<index_t, index_t, int>>;
@@ -123,7 +163,8 @@ using piece_list = std::vector<std::tuple<index_t, index_t, int>>;
 any_layout by_pieces(int ranks, cpx::thd const& batch, piece_list const& pieces) {
     std::vector<cpx::owned_piece> list;
     for (auto const& [first, last, rank] : pieces) list.push_back({{first, last}, rank});
-    return {any_tokens(cpx::piecewise<>(ranks, batch, list), "piecewise(" + std::to_string(ranks) + ", ...)")};
+    return {any_tokens(cpx::piecewise<>(ranks, batch, list), "piecewise(" + std::to_string(ranks) + ", ...)"),
+            remember("piecewise", [=] { return nb::make_tuple(ranks, batch, pieces); })};
 }
 
 } // namespace
@@ -142,6 +183,7 @@ Made by sequential, zigzag, striped, table and by_length.)")
             nb::arg().none())
         .def("__hash__", [](layout_value const& l) { return nb::hash(nb::str(l.text.c_str())); })
         .def(unchanging())
+        .def("__reduce__", [](layout_value const& l) { return recipe_of(l).reduced(); })
         .def("__repr__", [](layout_value const& l) { return "cpx." + l.text; });
     m.def(
         "sequential", [](int ranks) { return layout_of<cpx::sequential<>>("sequential", ranks); }, "ranks"_a,
@@ -167,6 +209,10 @@ Made by sequential, zigzag, striped, table and by_length.)")
             nb::arg().none())
         .def("__hash__", [](cut_value c) { return c.unit; })
         .def(unchanging())
+        .def("__reduce__",
+             [](cut_value c) {
+                 return recipe{"aligned", [=] { return nb::make_tuple(c.unit); }}.reduced();
+             })
         .def("__repr__", [](cut_value c) {
             return c.unit == 1 ? std::string("cpx.balanced") : "cpx.aligned(" + std::to_string(c.unit) + ')';
         });
@@ -290,6 +336,11 @@ Made by shard, head_sharded, replicated and piecewise. Immutable; equal if layou
                  auto const own = s.visit([](auto const& of) { return of.end().hash; });
                  return static_cast<std::int64_t>(cpx::detail::mix(s.batch().hash(), own) >> 2);
              })
+        .def("__reduce__",
+             [](any_layout const& s) {
+                 if (!s.made) throw nb::type_error("cpx: shardings of features are not pickled; make them again");
+                 return s.made->reduced();
+             })
         .def("__repr__", [](any_layout const& s) {
             return "cpx.Sharding(" + s.text() + ", " + std::to_string(s.batch().sequences()) + " sequences, " +
                    std::to_string(s.batch().tokens()) + " tokens)";
@@ -307,7 +358,8 @@ be uneven; a head that several ranks need stands on each of them.)");
     m.def(
         "replicated",
         [](int ranks, cpx::thd const& batch) {
-            return any_layout{any_rows(cpx::replicated<>(ranks, batch), "replicated(" + std::to_string(ranks) + ')')};
+            return any_layout{any_rows(cpx::replicated<>(ranks, batch), "replicated(" + std::to_string(ranks) + ')'),
+                              remember("replicated", [=] { return nb::make_tuple(ranks, batch); })};
         },
         "ranks"_a, "batch"_a,
         "Every rank holds everything: as a target an all-gather. Its transpose sums in rank order.");

@@ -187,9 +187,12 @@ inline cpx::detail::identity_end cpx::detail::end_of(binding::any_rows const& s)
 
 namespace binding {
 
+struct recipe; ///< by which Python makes a thing again
+
 /// A sharding of Python.
 struct any_layout {
     std::variant<any_tokens, any_rows> real;
+    std::shared_ptr<recipe const> made{}; ///< null of features', which positions and media make
 
     template <class F>
     decltype(auto) visit(F&& f) const {
@@ -205,7 +208,7 @@ struct any_layout {
     std::string const& text() const {
         return visit([](auto const& s) -> std::string const& { return s.text(); });
     }
-    friend bool operator==(any_layout const&, any_layout const&) = default;
+    friend bool operator==(any_layout const& a, any_layout const& b) { return a.real == b.real; }
 };
 
 } // namespace binding

@@ -2,6 +2,7 @@
 """Batches, packings, layouts and shardings, and what plans tell of them."""
 
 import copy
+import itertools
 import pickle
 import subprocess
 import sys
@@ -23,6 +24,22 @@ def test_a_batch_is_its_offsets():
     assert pickle.loads(pickle.dumps(batch)) == copy.deepcopy(batch) == batch
     assert cpx.thd.from_lengths([7, 13]) == cpx.thd([0, 7, 20]) and cpx.thd.uniform(2, 3) == cpx.thd([0, 3, 6])
     assert batch != 7 and repr(cpx.thd([0, 2])) == "cpx.thd([0, 2])"
+
+
+def test_layouts_cuts_and_shardings_can_be_pickled():
+    batch = cpx.thd([0, 7, 20], valid=[5, 13])
+    many = cpx.table(2, [c % 2 for c in range(40)])
+    layouts = [cpx.sequential(2), cpx.zigzag(2), cpx.striped(2), cpx.table(2, [0, 1, 1]), many]
+    layouts.append(cpx.by_length(layouts[1], many, 4))
+    cuts = [cpx.balanced, cpx.aligned(4)]
+    every = [cpx.shard(batch, *rest) for rest in itertools.product(layouts, ("sequence", "batch"), cuts)]
+    every += [cpx.replicated(2, batch), cpx.head_sharded(2, batch, [(4, 8), (2, 3)])]
+    every.append(cpx.piecewise(2, batch, [(0, 9, 1), (9, 20, 0)]))
+    for thing in [*layouts, *cuts, *every]:
+        again = pickle.loads(pickle.dumps(thing))
+        assert again == thing and hash(again) == hash(thing) and repr(again) == repr(thing)
+        assert pickle.loads(pickle.dumps(again)) == thing
+    assert pickle.loads(pickle.dumps({"batch": batch, "of": every[0]}))["of"].batch == batch
 
 
 def test_shardings_that_are_equal_hash_alike_and_those_of_one_batch_differ():

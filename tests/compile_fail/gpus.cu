@@ -1,6 +1,5 @@
 // Exchanges and operators between GPUs: what is refused on the host is refused there, and each memory by the other's.
 #include <cpx/cpx.hpp>
-#include <cpx/cuda/shared_communicator.hpp>
 #include <cpx/ops/cuda/causal_conv1d.hpp>
 #include <cpx/ops/cuda/gated_delta_rule.hpp>
 #include <cpx/ops/cuda/head_decay_attention.hpp>
@@ -217,15 +216,14 @@ void moves(cpx::movement<float, cpx::relayout_plan<zigzag, sequential>, cpx::cud
 }
 
 // expect: movement into a tensor that is not sharded as its target
-void moves_back(cpx::movement<float, cpx::relayout_plan<zigzag, sequential>, cpx::cuda::shared_communicator>& move,
+void moves_back(cpx::movement<float, cpx::relayout_plan<zigzag, sequential>, cpx::cuda::communicator>& move,
                 view<sequential, device> y, view<given, device> x) {
     move.transposed(y, x);
 }
 
 // expect: movement of a tensor that is not sharded as its source
-void moves_what_it_targets(
-    cpx::movement<float, cpx::relayout_plan<zigzag, sequential>, cpx::cuda::shared_communicator>& move,
-    view<taken, device> y, view<zigzag, device> x) {
+void moves_what_it_targets(cpx::movement<float, cpx::relayout_plan<zigzag, sequential>, cpx::cuda::communicator>& move,
+                           view<taken, device> y, view<zigzag, device> x) {
     move.transposed(y, x);
 }
 
