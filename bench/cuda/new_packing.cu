@@ -186,7 +186,7 @@ std::string run_on(Comm& comm, char const* how, timing::limits& limits, From con
     }
     held const after = held::now();
     if (wrong.read()[0]) return "rows that went there and back are others";
-    // a device gives memory by 2 MiB; of 1000 packings, each of which may not even keep 2 KiB there, or 10 on the host
+    // what a device gives at once; of 1000 packings, each of which may keep 2 KiB there and 10 on the host
     if (index_t const d = after.device - before.device, h = after.host - before.host; d > 2 << 20 || h > 10'000'000)
         return "memory has grown by " + std::to_string(d) + " bytes on the device and " + std::to_string(h) +
                " on the host";

@@ -40,6 +40,8 @@ def test_layouts_cuts_and_shardings_can_be_pickled():
         assert again == thing and hash(again) == hash(thing) and repr(again) == repr(thing)
         assert pickle.loads(pickle.dumps(again)) == thing
     assert pickle.loads(pickle.dumps({"batch": batch, "of": every[0]}))["of"].batch == batch
+    with pytest.raises(TypeError, match="cpx: shardings of features are not pickled; make them again"):
+        pickle.dumps(cpx.features_by_item(cpx.media([(1, 4, 4)]), "image", 2))
 
 
 def test_shardings_that_are_equal_hash_alike_and_those_of_one_batch_differ():

@@ -155,7 +155,7 @@ void check_roundings(double times, results const& got, results const& rounded, r
     auto const compare = [&](char const* name, numbers results::*tensor) {
         double const error = on_ranks::relative_error(got.*tensor, exact.*tensor);
         double const least = on_ranks::relative_error(rounded.*tensor, exact.*tensor);
-        CHECK_MESSAGE(error <= times * least, name << ": " << error << ", by its roundings " << least);
+        CHECK_MESSAGE(error <= times * least, std::string(name) << ": " << error << ", by its roundings " << least);
     };
     compare("o", &results::o), compare("dq", &results::dq), compare("dk", &results::dk), compare("dv", &results::dv);
     compare("dg", &results::dg), compare("dbeta", &results::dbeta);
@@ -230,8 +230,8 @@ TEST_SUITE("cuda") {
         auto p = make<T>(lengths, 1, 1, 128, 128, kind::mild, 23);
         for (index_t i = 0; i < p.tokens(); i += 3) std::ranges::fill(std::span(p.k).subspan(i * 128, 128), 0.0);
         check_close(on_gpu<T>(p, true), on_host(p, true), 4.5e-3, 4.5e-3, 4.5e-3);
-        for (double& g : p.g) g = -20; // nothing is left of the token before
-        check_close(on_gpu<T>(p, true), on_host(p, true), 4.5e-3, 4.5e-3, 6e-3);
+        for (double& g : p.g) g = -20;                                           // nothing is left of the token before
+        check_close(on_gpu<T>(p, true), on_host(p, true), 4.5e-3, 4.5e-3, 6e-3); // dg by its roundings: 4.0e-3
 
         auto const none = make<T>({0, 0, 0}, 1, 2, 128, 128, kind::mild, 24);
         auto const got = on_gpu<T>(none, true);

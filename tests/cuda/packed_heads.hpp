@@ -13,6 +13,7 @@
 #include <cmath>
 #include <cstdint>
 #include <span>
+#include <string>
 #include <vector>
 
 namespace packed_heads {
@@ -183,7 +184,7 @@ buffer<T> poisoned(std::size_t count) {
 }
 inline void check_close(char const* name, numbers const& got, numbers const& expected, double most) {
     double const error = on_ranks::relative_error(got, expected);
-    CHECK_MESSAGE(error <= most, name << ": " << error << ", at most " << most);
+    CHECK_MESSAGE(error <= most, std::string(name) << ": " << error << ", at most " << most);
 }
 
 /// Checks against the host: `rows_most` for what is rounded to T, `sums_most` for what is float, `gates_most` for the
