@@ -150,7 +150,7 @@ int main(int argc, char** argv) {
     for (work const& w :
          {work{true, 16, 32, 1, 32768, 0.55, 1.5}, work{true, 16, 32, 4, 8192, 0.36, 1.5},
           work{true, 16, 32, 1, 8192, 0.20, 0.45}, work{true, 16, 32, 1, 131072, 2.3, 6.0}, work{true, 2, 8, 1, 32768},
-          work{true, 2, 8, 1, 32768, 0.24, 0, true}, work{false, 16, 32, 1, 32768}, work{false, 16, 32, 4, 8192},
+          work{true, 2, 8, 1, 32768, 0.24, 0, true}, work{true, 16, 32, 1, 32768, 0, 0, true}, work{false, 16, 32, 1, 32768}, work{false, 16, 32, 4, 8192},
           work{false, 16, 32, 1, 8192}, work{false, 16, 32, 1, 131072}, work{false, 2, 8, 1, 32768},
           work{false, 2, 8, 1, 32768, 0, 0, true}})
         for (bool const back : {false, true})

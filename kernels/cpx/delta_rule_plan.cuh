@@ -36,6 +36,9 @@ struct delta_stretch {
     int sequence, number;
 };
 
+/// Chunks of a stretch that no sequence is longer than.
+inline constexpr int delta_uncut = 1 << 24;
+
 /// How sequences are cut into stretches, whose outputs are computed beside each other while walks with nothing but the
 /// state go on; a chunk's outputs take about three steps of a walk. No bit depends on it.
 struct delta_cut {

@@ -1,23 +1,33 @@
 // SPDX-License-Identifier: Apache-2.0
-// Stretches of a sequence as steps S -> M S + E of its state (sm_90a), beside each other, and what these make of it.
+// Steps S -> M S + E of the state (sm_90a): of stretches, beside each other, or of all tokens before a stretch's end, and
+// what these make of states.
 #pragma once
 
 #include <cpx/delta_rule_state.cuh>
 
 namespace cpx::kernels {
 
-/// Where the steps of stretches lie, (stretches, value heads, 128, 128) each.
+/// Where the steps of stretches lie, (stretches, value heads, 128, 128) each, transposed: key channels last. They are
+/// folded each by itself or, along sequences, together with all stretches before.
 struct delta_steps {
     float *maps, *ends; ///< M, E; where nothing is erased M is a number
-    bool apart;         ///< every sequence is one stretch, a segment, whose step is wanted; else all but the last are
+    bool before_known;  ///< first stretches begin with the states before sequences, and have no map
+    bool last_wanted;   ///< steps of last stretches are wanted, too
+};
+
+/// Where the steps of sequences lie, key channels first, (sequences, value heads, 128, 128) each; null: not wanted.
+struct delta_totals {
+    float *maps, *ends;
 };
 
 namespace delta {
 
-template <bool Erases>
+/// Halves: those of a state, of its value channels, that a block has. With both it folds a stretch, with one it goes
+/// along a sequence.
+template <bool Erases, int Halves>
 struct fold_memory : erasing_memory<Erases, 4> {
     static constexpr int stages = 4;
-    char keys[stages][2 * panel_bytes], values[stages][2][panel_bytes];
+    char keys[stages][2 * panel_bytes], values[stages][Halves][panel_bytes];
     delta_gates gates[stages];
     barrier full[stages], empty[stages], x_full[2], read[2], landed;
 };
@@ -31,65 +41,77 @@ __device__ __forceinline__ int place_of_word(int value, int key) {
     return value / 64 * snapshot_words + (key / 8 * 128 + thread) * 4 + value % 16 / 8 * 2 + key % 2;
 }
 
-/// The warp that loads the keys and gates of a stretch's chunks, the values unless M is made; Back: last chunks first.
-template <bool Erases, bool Back>
+/// What a block folds: the chunks [first, last) of a sequence and head, the channels of its halves from `half` on.
+struct folded {
+    delta_sequence sequence;
+    int stretch, head; ///< the first one of its chunks
+    bool of_map;
+    int first, last, half;
+};
+
+/// The warp that loads keys and gates of chunks, the values unless M is made; Back: last chunks first.
+template <bool Erases, bool Back, int Halves>
 __device__ __forceinline__ void load_fold(CUtensorMap const& keys, CUtensorMap const& values, delta_walk const& in,
-                                          fold_memory<Erases>& memory, delta_sequence const& sequence, int head,
-                                          bool of_map, int first, int last) {
-    constexpr int stages = fold_memory<Erases>::stages;
-    int const heads = in.key_heads * in.group;
+                                          fold_memory<Erases, Halves>& memory, folded const& of) {
+    constexpr int stages = fold_memory<Erases, Halves>::stages;
+    int const heads = in.key_heads * in.group, head = of.head;
     ring<stages> r;
-    for (int i = first, landings = 0; i < last; ++i, r.next()) {
-        int const c = Back ? first + last - 1 - i : i;
-        int const row = sequence.chunk_begin(c), n = sequence.chunk_end(c) - row;
+    for (int i = of.first, landings = 0; i < of.last; ++i, r.next()) {
+        int const c = Back ? of.first + of.last - 1 - i : i;
+        int const row = of.sequence.chunk_begin(c), n = of.sequence.chunk_end(c) - row;
         bool const whole = n == delta_chunk;
         barrier& full = whole ? memory.full[r.at] : memory.landed;
         wait(memory.empty[r.at], r.parity ^ 1);
         if (threadIdx.x == 0) {
-            full.arrive_and_expect_tx((of_map ? 2 : 4) * panel_bytes + (Erases ? triangle_bytes : 0) +
+            full.arrive_and_expect_tx((of.of_map ? 2 : 2 + Halves) * panel_bytes + (Erases ? triangle_bytes : 0) +
                                       step_gates.bytes());
             load_panels<2>(keys, full, memory.keys[r.at], 128 * (head / in.group), row);
-            std::int64_t const place = std::int64_t{sequence.first_chunk + c} * heads + head;
+            std::int64_t const place = std::int64_t{of.sequence.first_chunk + c} * heads + head;
             if constexpr (Erases)
                 load_prepared(in.prepared, place, full, memory.inverse[r.at], memory.gates[r.at], step_gates);
             else
                 load_gates(in.prepared, place, full, memory.gates[r.at], step_gates);
-            if (!of_map) load_panels<2>(values, full, memory.values[r.at][0], 128 * head, row);
+            if (!of.of_map) load_panels<Halves>(values, full, memory.values[r.at][0], 128 * head + 64 * of.half, row);
         }
         __syncwarp();
         if (whole) continue;
         wait(memory.landed, landings++ % 2);
+        clear_rows(memory.keys[r.at], n);
+        clear_rows(memory.keys[r.at] + panel_bytes, n);
 #pragma unroll
-        for (int p = 0; p < 2; ++p) {
-            clear_rows(memory.keys[r.at] + p * panel_bytes, n);
-            clear_rows(memory.values[r.at][p], n);
-        }
+        for (int p = 0; p < Halves; ++p) clear_rows(memory.values[r.at][p], n);
         cutlass::arch::fence_view_async_shared();
         arrive_warp(memory.full[r.at]);
     }
 }
 
-/// Computes half of E, or M, of the chunks of a stretch, by warpgroup number `half` of those that do.
-template <bool Erases, bool Back>
-__device__ __forceinline__ void fold_half(delta_walk const& in, delta_steps const& to, fold_memory<Erases>& memory,
-                                          delta_stretch const& stretch, delta_sequence const& sequence, int head,
-                                          bool of_map, int chunks, int half) {
-    int const heads = in.key_heads * in.group;
+/// Computes half of E, or M, by warpgroup number `own` of those that do.
+template <bool Erases, bool Back, int Halves>
+__device__ __forceinline__ void fold_half(delta_walk const& in, delta_steps const& to,
+                                          fold_memory<Erases, Halves>& memory, folded const& of, float const* begin,
+                                          int own) {
+    int const heads = in.key_heads * in.group, half = of.half + own, chunks = of.last - of.first;
     float whole = 1;
     half_state s;
-    if (of_map)
+    if (of.of_map)
         for_each_word([&](int i, int value, int key) { s[i] = 64 * half + value == key ? 1.0f : 0.0f; });
     else
-        load_state(stretch.number == 0 && in.initial ? in.initial + in.state_of(stretch.sequence, head) : nullptr, half,
-                   s);
-    ring<fold_memory<Erases>::stages> r;
+        load_state(begin, half, s);
+    ring<fold_memory<Erases, Halves>::stages> r;
     ring<2> x;
     std::uint32_t v[16] = {};
     float fading = 0;
     auto const await_chunk = [&] {
         wait(memory.full[r.at], r.parity);
-        if (!of_map) load_transposed(memory.values[r.at][half], v);
+        if (!of.of_map) load_transposed(memory.values[r.at][own], v);
         fading = memory.gates[r.at].decay[delta_chunk - 1];
+    };
+    int stretch = of.sequence.first_stretch + of.stretch, left = in.plan.cut.chunks;
+    auto const leave = [&] {
+        float* const end = (of.of_map ? to.maps : to.ends) + in.state_of(stretch, of.head);
+        for_each_word([&](int i, int value, int key) { end[(64 * half + value) * 128 + key] = s[i]; });
+        if constexpr (!Erases && !Back)
+            if (half == 0 && threadIdx.x % 128 == 0) to.maps[std::int64_t{stretch} * heads + of.head] = whole;
     };
     if (chunks > 0) await_chunk();
     for (int c = 0; c < chunks; ++c, x.next()) {
@@ -108,105 +130,137 @@ __device__ __forceinline__ void fold_half(delta_walk const& in, delta_steps cons
         cute::warpgroup_wait<0>();
         keep(s);
         if constexpr (!Erases) arrive_warp(read);
+        if (Halves == 1 && --left == 0 && c + 1 < chunks) {
+            leave();
+            left = in.plan.cut.chunks;
+            ++stretch;
+        }
     }
-    if constexpr (!Erases && !Back)
-        if (half == 0 && threadIdx.x % 128 == 0)
-            to.maps[std::int64_t{sequence.first_stretch + stretch.number} * heads + head] = whole;
-    float* const end = (of_map ? to.maps : to.ends) + in.state_of(sequence.first_stretch + stretch.number, head);
-    for_each_word([&](int i, int value, int key) {
-        end[to.apart ? key * 128 + 64 * half + value : (64 * half + value) * 128 + key] = s[i];
-    });
+    leave();
 }
 
 } // namespace delta
 
-/// A block computes E or M of a stretch and value head: what the stretch makes of zeros, or of the state before the
-/// sequence, and, without values, of the identity. Steps of segments are (key, value) and (key, key) channels, others
-/// are transposed. A grid of (stretches at most) * 2 * value heads blocks of 512 threads: a warp that loads, a
-/// warpgroup that makes X, two that have half a state each. Where nothing is erased, half the blocks, of 384 threads.
+/// Threads of a block of `delta_rule_fold`: a warp that loads and, unless nothing is erased, a warpgroup that makes X,
+/// beside those that have half a state each.
+template <bool Erases, int Halves>
+inline constexpr int delta_fold_threads = 128 * (1 + (Erases ? 1 : 0) + Halves);
+
+/// Computes E and M: what tokens make of zeros, or of the state before the sequence, and, without values, of the
+/// identity. By both Halves a block has a stretch and value head, by one of them a sequence and value head, of which it
+/// leaves what all tokens before each stretch's end make. A grid of stretches at most * value heads blocks, twice as
+/// many with maps, which are not numbers where something is erased; or of sequences * 2 * value heads, likewise.
 ///
 /// Back, with queries for keys and dO for values: what outputs alone make the gradient of the state before a segment.
-template <bool Erases, bool Back = false>
-static __global__ void __launch_bounds__(Erases ? 512 : 384, 1)
+template <bool Erases, bool Back = false, int Halves = 2>
+static __global__ void __launch_bounds__(delta_fold_threads<Erases, Halves>, 1)
     delta_rule_fold(__grid_constant__ CUtensorMap const keys, __grid_constant__ CUtensorMap const values,
                     delta_walk const in, delta_steps const to) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     using namespace delta;
-    static_assert(!(Erases && Back));
-    constexpr int stages = fold_memory<Erases>::stages, first_group = Erases ? 2 : 1;
-    auto& memory = shared_memory<fold_memory<Erases>>();
+    static_assert(!(Erases && Back) && !(Back && Halves == 1));
+    constexpr int stages = fold_memory<Erases, Halves>::stages, first_group = Erases ? 2 : 1;
+    auto& memory = shared_memory<fold_memory<Erases, Halves>>();
     if constexpr (Erases) clear_triangles(memory.inverse);
     if (threadIdx.x == 0) {
-        for (int i = 0; i < stages; ++i) memory.full[i].init(1), memory.empty[i].init(4 + 4 * first_group);
-        for (int i = 0; i < 2; ++i) memory.x_full[i].init(4), memory.read[i].init(8);
+        for (int i = 0; i < stages; ++i) memory.full[i].init(1), memory.empty[i].init(4 * (first_group - 1 + Halves));
+        for (int i = 0; i < 2; ++i) memory.x_full[i].init(4), memory.read[i].init(4 * Halves);
         memory.landed.init(1);
         cutlass::arch::fence_barrier_init();
     }
     __syncthreads();
     wait_for_previous_kernel();
     let_next_kernel_come();
-    int const heads = in.key_heads * in.group, head = static_cast<int>(blockIdx.x) % heads;
-    bool const of_map = Erases && static_cast<int>(blockIdx.x) / heads % 2;
-    int const number = static_cast<int>(blockIdx.x) / heads / (Erases ? 2 : 1),
-              group = static_cast<int>(threadIdx.x) / 128;
-    if (number >= in.plan.totals[1]) return;
-    delta_stretch const stretch = in.plan.stretches[number];
-    delta_sequence const sequence = in.plan.sequences[stretch.sequence];
-    if (!to.apart && (stretch.number + 1 == sequence.stretches || (of_map && stretch.number == 0))) return;
-    int const first = stretch.number * in.plan.cut.chunks, last = in.plan.end_of(sequence, stretch.number);
+    int const heads = in.key_heads * in.group, group = static_cast<int>(threadIdx.x) / 128;
+    folded of{{}, 0, static_cast<int>(blockIdx.x) % heads, false, 0, 0, 0};
+    int number = static_cast<int>(blockIdx.x) / heads;
+    if constexpr (Erases) of.of_map = number % 2, number /= 2;
+    float const* begin = nullptr;
+    if constexpr (Halves == 1) {
+        of.half = number % 2, number /= 2;
+        of.sequence = in.plan.sequences[number];
+        of.last = of.sequence.chunks;
+    } else {
+        if (number >= in.plan.totals[1]) return;
+        delta_stretch const stretch = in.plan.stretches[number];
+        of.sequence = in.plan.sequences[stretch.sequence];
+        of.stretch = stretch.number;
+        if (!to.last_wanted && stretch.number + 1 == of.sequence.stretches) return;
+        if (to.before_known && of.of_map && stretch.number == 0) return;
+        of.first = stretch.number * in.plan.cut.chunks, of.last = in.plan.end_of(of.sequence, stretch.number);
+        if (stretch.number == 0 && to.before_known && in.initial)
+            begin = in.initial + in.state_of(stretch.sequence, of.head);
+    }
     if (group == 0) {
         cutlass::arch::warpgroup_reg_dealloc<40>();
-        if (threadIdx.x < 32) {
-            load_fold<Erases, Back>(keys, values, in, memory, sequence, head, of_map, first, last);
-        }
+        if (threadIdx.x < 32) load_fold<Erases, Back, Halves>(keys, values, in, memory, of);
     } else if (group < first_group) {
         cutlass::arch::warpgroup_reg_dealloc<104>();
         if constexpr (Erases) {
-            x_maker<fold_memory<Erases>>{}.make(memory, last - first);
+            x_maker<fold_memory<Erases, Halves>>{}.make(memory, of.last - of.first);
         }
     } else {
         if constexpr (Erases) cutlass::arch::warpgroup_reg_alloc<184>();
-        fold_half<Erases, Back>(in, to, memory, stretch, sequence, head, of_map, last - first, group - first_group);
+        fold_half<Erases, Back, Halves>(in, to, memory, of, begin, group - first_group);
     }
 #endif
 }
 
-/// Writes the states before the stretches of sequences but the first ones, from the steps of those before them, in
-/// float. Where nothing is erased M is a number.
+/// Joins the steps of the stretches of sequences, in float. Where nothing is erased M is a number.
 ///
-/// A grid of (128 / join_columns, value heads, sequences) blocks of 512 threads: of every two key channels, eight that
-/// share the products.
+/// Writes states before stretches but the first ones, `in.snapshots`, and after sequences, `in.last`, each unless null;
+/// `in.initial`: the states before, unless first steps begin with them. With `totals` it writes the steps that
+/// sequences make, E as states that begin with zeros, M as what they make of the identity.
+///
+/// A grid of (128 / join_columns, or twice as many with maps among the totals, value heads, sequences) blocks of 512
+/// threads: of every two key channels, eight that share the products.
 template <bool Erases>
-static __global__ void __launch_bounds__(512, 1) delta_rule_join(delta_walk const in, delta_steps const steps) {
+static __global__ void __launch_bounds__(512, 1)
+    delta_rule_join(delta_walk const in, delta_steps const steps, delta_totals const totals) {
     using namespace delta;
-    constexpr int columns = join_columns;
+    constexpr int columns = join_columns, blocks = 128 / columns;
     __shared__ __align__(16) float state[128][columns], sums[8][columns][128];
     wait_for_previous_kernel();
     let_next_kernel_come();
-    int const head = static_cast<int>(blockIdx.y), first = static_cast<int>(blockIdx.x) * columns;
+    int const head = static_cast<int>(blockIdx.y), number = static_cast<int>(blockIdx.z);
+    bool const of_map = static_cast<int>(blockIdx.x) >= blocks;
+    int const first = static_cast<int>(blockIdx.x) % blocks * columns;
     int const thread = static_cast<int>(threadIdx.x), keys = thread % 64 * 2, share = thread / 64;
     int const key = thread % 128, own_columns = thread / 128 * 2; // of the sums
-    delta_sequence const sequence = in.plan.sequences[blockIdx.z];
+    delta_sequence const sequence = in.plan.sequences[number];
+    float* const last = of_map ? totals.maps : totals.ends ? totals.ends : in.last;
+    int const count = sequence.stretches - (last ? 0 : 1), first_product = in.initial ? 0 : 1;
+    auto const step_of = [&](float const* of, int stretch) {
+        return of + in.state_of(sequence.first_stretch + stretch, head);
+    };
+    auto const number_of = [&](int stretch) {
+        return steps.maps[std::int64_t{sequence.first_stretch + stretch} * in.key_heads * in.group + head];
+    };
     float2 map[16];
     auto const load = [&](int stretch) {
         if constexpr (!Erases) return;
-        float const* const from =
-            steps.maps + in.state_of(sequence.first_stretch + stretch, head) + 16 * share * 128 + keys;
+        float const* const from = step_of(steps.maps, stretch) + 16 * share * 128 + keys;
 #pragma unroll
         for (int j = 0; j < 16; ++j) map[j] = *reinterpret_cast<float2 const*>(from + j * 128);
     };
-    if (sequence.stretches > 2) load(1);
-    for (int stretch = 0; stretch + 1 < sequence.stretches; ++stretch) {
-        float const* const end =
-            steps.ends + in.state_of(sequence.first_stretch + stretch, head) + (first + own_columns) * 128 + key;
-        float own[2] = {end[0], end[128]};
-        if (!Erases && stretch > 0) {
-            float const map =
-                steps.maps[std::int64_t{sequence.first_stretch + stretch} * in.key_heads * in.group + head];
+    if (first_product < count) load(first_product);
+    if (in.initial) {
+        float const* const from = in.initial + in.state_of(number, head) + key * 128 + first + own_columns;
 #pragma unroll
-            for (int v = 0; v < 2; ++v) own[v] = fmaf(map, state[key][own_columns + v], own[v]);
+        for (int v = 0; v < 2; ++v) state[key][own_columns + v] = from[v];
+        __syncthreads();
+    }
+    for (int stretch = 0; stretch < count; ++stretch) {
+        float const* const end =
+            step_of(of_map && stretch == 0 ? steps.maps : steps.ends, stretch) + (first + own_columns) * 128 + key;
+        bool const adds = !of_map || stretch == 0;
+        float own[2] = {adds ? end[0] : 0, adds ? end[128] : 0};
+        if (!Erases && stretch >= first_product) {
+            float const map_number = number_of(stretch);
+#pragma unroll
+            for (int v = 0; v < 2; ++v) own[v] = fmaf(map_number, state[key][own_columns + v], own[v]);
         }
-        if (Erases && stretch > 0) {
+        if (Erases && stretch >= first_product) {
             float sum[2][columns] = {};
 #pragma unroll
             for (int j = 0; j < 16; ++j)
@@ -220,7 +274,7 @@ static __global__ void __launch_bounds__(512, 1) delta_rule_join(delta_walk cons
                         sum[1][v + i] = fmaf(map[j].y, four[i], sum[1][v + i]);
                     }
                 }
-            if (stretch + 2 < sequence.stretches) load(stretch + 1);
+            if (stretch + 1 < count) load(stretch + 1);
 #pragma unroll
             for (int v = 0; v < columns; ++v)
                 *reinterpret_cast<float2*>(&sums[share][v][keys]) = make_float2(sum[0][v], sum[1][v]);
@@ -230,14 +284,103 @@ static __global__ void __launch_bounds__(512, 1) delta_rule_join(delta_walk cons
 #pragma unroll
                 for (int other = 0; other < 8; ++other) own[v] += sums[other][own_columns + v][key];
         }
-        float* const to = in.snapshots + in.half_of(sequence.first_stretch + stretch + 1, head, 0) * snapshot_words;
+        if (in.snapshots && stretch + 1 < sequence.stretches) {
+            float* const to = in.snapshots + in.half_of(sequence.first_stretch + stretch + 1, head, 0) * snapshot_words;
 #pragma unroll
-        for (int v = 0; v < 2; ++v) {
-            state[key][own_columns + v] = own[v];
-            to[place_of_word(first + own_columns + v, key)] = own[v];
+            for (int v = 0; v < 2; ++v) to[place_of_word(first + own_columns + v, key)] = own[v];
         }
+        if (last && stretch + 1 == count) {
+            float* const to = last + in.state_of(number, head) + key * 128 + first + own_columns;
+#pragma unroll
+            for (int v = 0; v < 2; ++v) to[v] = own[v];
+        }
+#pragma unroll
+        for (int v = 0; v < 2; ++v) state[key][own_columns + v] = own[v];
         __syncthreads();
     }
+    if constexpr (!Erases)
+        if (totals.maps && blockIdx.x == 0 && thread == 0) {
+            float whole = 1;
+            for (int stretch = 0; stretch < count; ++stretch) whole *= number_of(stretch);
+            totals.maps[std::int64_t{number} * in.key_heads * in.group + head] = whole;
+        }
+}
+
+/// Makes states of the steps that all tokens before a stretch's end make, and of those before sequences, `in.initial`:
+/// writes what `delta_rule_join` does.
+///
+/// A grid of (2, or 4 with maps among the totals, value heads, stretches) blocks of 256 threads, half a state each: a
+/// thread has four key channels and eight value channels.
+template <bool Erases>
+static __global__ void __launch_bounds__(256, 2)
+    delta_rule_apply(delta_walk const in, delta_steps const steps, delta_totals const totals) {
+    using namespace delta;
+    __shared__ __align__(16) float state[128][64];
+    wait_for_previous_kernel();
+    let_next_kernel_come();
+    if (static_cast<int>(blockIdx.z) >= in.plan.totals[1]) return;
+    int const head = static_cast<int>(blockIdx.y), half = static_cast<int>(blockIdx.x) % 2;
+    bool const of_map = blockIdx.x >= 2;
+    delta_stretch const stretch = in.plan.stretches[blockIdx.z];
+    delta_sequence const sequence = in.plan.sequences[stretch.sequence];
+    bool const at_end = stretch.number + 1 == sequence.stretches;
+    float* const last = of_map ? totals.maps : totals.ends ? totals.ends : in.last;
+    if (at_end ? !last : !in.snapshots) return;
+    int const thread = static_cast<int>(threadIdx.x), keys = thread % 32 * 4, values = thread / 32 * 8;
+    auto const place = in.state_of(sequence.first_stretch + stretch.number, head);
+    float sum[8][4];
+#pragma unroll
+    for (int v = 0; v < 8; ++v) {
+        float4 const four = __ldcg(reinterpret_cast<float4 const*>((of_map ? steps.maps : steps.ends) + place +
+                                                                   (64 * half + values + v) * 128 + keys));
+        sum[v][0] = four.x, sum[v][1] = four.y, sum[v][2] = four.z, sum[v][3] = four.w;
+    }
+    if (in.initial) {
+        float const* const from = in.initial + in.state_of(stretch.sequence, head) + 64 * half;
+        for (int i = thread; i < 128 * 16; i += 256)
+            *reinterpret_cast<float4*>(&state[i / 16][i % 16 * 4]) =
+                *reinterpret_cast<float4 const*>(from + i / 16 * 128 + i % 16 * 4);
+        __syncthreads();
+        float const number =
+            Erases ? 0
+                   : steps.maps[std::int64_t{sequence.first_stretch + stretch.number} * in.key_heads * in.group + head];
+#pragma unroll 4
+        for (int j = 0; j < (Erases ? 128 : 4); ++j) {
+            float const* const row = state[Erases ? j : keys + j] + values;
+            float4 const a = *reinterpret_cast<float4 const*>(row), b = *reinterpret_cast<float4 const*>(row + 4);
+            float const before[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+            float map[4] = {number, number, number, number};
+            if constexpr (Erases) {
+                float4 const four = __ldg(reinterpret_cast<float4 const*>(steps.maps + place + j * 128 + keys));
+                map[0] = four.x, map[1] = four.y, map[2] = four.z, map[3] = four.w;
+            }
+#pragma unroll
+            for (int v = 0; v < 8; ++v)
+#pragma unroll
+                for (int k = 0; k < 4; ++k)
+                    if (Erases || k == j) sum[v][k] = fmaf(map[k], before[v], sum[v][k]);
+        }
+    }
+    if (at_end) {
+        float* const to = last + in.state_of(stretch.sequence, head) + 64 * half + values;
+#pragma unroll
+        for (int k = 0; k < 4; ++k)
+#pragma unroll
+            for (int v = 0; v < 8; ++v) to[(keys + k) * 128 + v] = sum[v][k];
+    } else {
+        float* const to =
+            in.snapshots + in.half_of(sequence.first_stretch + stretch.number + 1, head, 0) * snapshot_words;
+#pragma unroll
+        for (int v = 0; v < 8; ++v)
+#pragma unroll
+            for (int k = 0; k < 4; k += 2)
+                *reinterpret_cast<float2*>(to + place_of_word(64 * half + values + v, keys + k)) =
+                    make_float2(sum[v][k], sum[v][k + 1]);
+    }
+    if constexpr (!Erases)
+        if (totals.maps && at_end && half == 0 && thread == 0)
+            totals.maps[std::int64_t{stretch.sequence} * in.key_heads * in.group + head] =
+                steps.maps[std::int64_t{sequence.first_stretch + stretch.number} * in.key_heads * in.group + head];
 }
 
 } // namespace cpx::kernels

@@ -166,7 +166,7 @@ __device__ __forceinline__ void erase_and_write(Memory& memory, int at, ring<2> 
 struct walked_head {
     delta_sequence sequence;
     int number, head; ///< of the sequence
-    int chunks;       ///< up to its last stretch or, Traced, all
+    int chunks;       ///< all or, if only states before stretches are wanted, those up to its last stretch
 
     /// Number `place` of all sequences, value heads and 2 / Halves ranges of their channels.
     template <bool Traced, int Halves>
@@ -174,7 +174,7 @@ struct walked_head {
         int const heads = in.key_heads * in.group, chain = place * Halves / 2;
         delta_sequence const sequence = in.plan.sequences[chain / heads];
         return {sequence, chain / heads, chain % heads,
-                Traced ? sequence.chunks : (sequence.stretches - 1) * in.plan.cut.chunks};
+                Traced || in.last ? sequence.chunks : (sequence.stretches - 1) * in.plan.cut.chunks};
     }
 };
 
@@ -309,7 +309,7 @@ __device__ __forceinline__ void carry_along(delta_walk const& in, state_memory<H
         if constexpr (!Erases) arrive_warp(read);
         if (--left == 0 || c + 1 == chunks) {
             left = every;
-            if (!Traced) {
+            if (!Traced && !(in.last && c + 1 == chunks)) {
                 store_words(s, snapshot);
                 snapshot += in.half_of(1, 0, 0) * snapshot_words;
             }
@@ -318,14 +318,14 @@ __device__ __forceinline__ void carry_along(delta_walk const& in, state_memory<H
             arrive_warp(memory.written);
         }
     }
-    if constexpr (Back)
+    if constexpr (Back || !Traced)
         if (in.last) store_state(s, half, in.last + in.state_of(number, head));
 }
 
 /// Walks along Halves halves of the value channels of what one of the blocks from number `before` on has: one half of a
-/// sequence and value head up to its last stretch or, Traced, of all of it, which then writes the states before all
-/// chunks instead of those before stretches; or both halves of one sequence and value head after the other. By a warp
-/// that loads, a warpgroup that makes X, unless nothing is erased, one for each half that has its state.
+/// sequence and value head up to its last stretch, or of all of it if its last state is wanted or, Traced, the states
+/// before all chunks instead of those before stretches; or both halves of one sequence and value head after the other.
+/// By a warp that loads, a warpgroup that makes X, unless nothing is erased, one for each half that has its state.
 ///
 /// Where nothing is erased the gradient of the state is a walk Back: with queries for keys, dO for values.
 template <bool Traced, int Halves, bool Erases, bool Back = false>

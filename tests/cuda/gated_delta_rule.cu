@@ -12,6 +12,7 @@
 #include <support/rejects.hpp>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <span>
 #include <string>
@@ -349,6 +350,26 @@ TEST_SUITE("cuda") {
         }
     }
 
+    TEST_CASE("a thousand runs have the bits of the first one, forward and backward") {
+        if (!has_gpus()) return;
+        auto const p = make<__nv_bfloat16>({1500, 0, 77, 2300}, 1, 2, 128, 128, kind::no_decay, 31);
+        gpu::stream const stream;
+        gpu_call<__nv_bfloat16> call(p, true);
+        auto const of_run = [&] {
+            call.run(stream);
+            gpu::check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+            auto const r = call.read();
+            return std::array{r.o, r.last, r.dq, r.dk, r.dv, r.dg, r.dbeta, r.dstate};
+        };
+        auto const first = of_run();
+        int others = 0;
+        for (int i = 1; i < 1000; ++i) {
+            auto const next = of_run();
+            for (std::size_t j = 0; j < first.size(); ++j) others += !on_ranks::same_bits(next[j], first[j]);
+        }
+        CHECK(others == 0);
+    }
+
     TEST_CASE_TEMPLATE("what segments make of states and of their gradients, one after the other, is the host's", T,
                        float, __nv_bfloat16) {
         if (!has_gpus()) return;
@@ -358,8 +379,13 @@ TEST_SUITE("cuda") {
         std::vector<index_t> many; // fill the GPU, which then takes another kernel
         for (index_t row = 0; row < 500; row += 14 + row % 5) many.push_back(row);
         many.push_back(500);
-        for (auto const& cuts : {std::vector<index_t>{0, 100, 100, 320, 500}, many}) { // of the first one is empty
+        // One of the first ones is empty; the second time, some have two stretches.
+        for (auto const& [cuts, stretch] :
+             {std::pair(std::vector<index_t>{0, 100, 100, 320, 500}, 0),
+              std::pair(std::vector<index_t>{0, 30, 30, 330, 500}, 2), std::pair(many, 0)}) {
             p.offsets = cuts;
+            p.shape.stretch = stretch;
+            p.shape.scan = stretch > 0; // then by steps of stretches
             p.first.assign(cuts.begin(), cuts.end() - 1);
             index_t const steps = std::ssize(p.first) * heads;
             gpu::stream const stream;

@@ -251,15 +251,15 @@ void check_same(std::vector<numbers> const& got, std::vector<numbers> const& exp
         CHECK_MESSAGE(on_ranks::same_bits(got[i], expected[i]), names[i] << " has other bits");
 }
 
-/// Runs a problem on every sharding by tokens of one and two GPUs, with both carries.
+/// Runs a problem on every sharding by tokens of one and of so many GPUs, with both carries.
 template <class T>
-void check_problem(problem const& p, double most, double gates_most) {
+void check_problem(problem const& p, double most, double gates_most, int ranks = 2) {
     auto const expected = on_host(p);
-    group one(1), gpus(2);
+    group one(1), gpus(ranks);
     auto const alone = on_gpus<cpx::serial, T>(one, p, on_ranks::one_rank(p.batch), false);
     check_close(alone, expected, most, gates_most);
     int count = 0;
-    on_ranks::for_each_sharding(p.batch, 2, {1, 64}, [&](std::string const& name, by_tokens const& sharding) {
+    on_ranks::for_each_sharding(p.batch, ranks, {1, 64}, [&](std::string const& name, by_tokens const& sharding) {
         CAPTURE(name);
         bool const prepared = ++count % 3 == 0;
         auto const serial = on_gpus<cpx::serial, T>(gpus, p, sharding, prepared);
@@ -267,7 +267,7 @@ void check_problem(problem const& p, double most, double gates_most) {
         check_close(serial, expected, most, gates_most);
         check_close(on_gpus<cpx::scan, T>(gpus, p, sharding, prepared), expected, 2 * most, 2 * gates_most);
     });
-    cpx::head_sharded<> const by_heads(2, p.batch, {p.key(), p.key(), p.value(), p.gate(), p.gate()});
+    cpx::head_sharded<> const by_heads(ranks, p.batch, {p.key(), p.key(), p.value(), p.gate(), p.gate()});
     check_same(on_gpus<cpx::serial, T>(gpus, p, by_heads, false), alone);
 }
 
@@ -306,6 +306,43 @@ TEST_SUITE("cuda") {
         check_problem<float>(make<float>(lengths({70, 0, 1, 130, 64, 3, 211}), {2, 4, 40, 24}, true, 5), 1e-5, 1e-5);
         check_problem<__nv_bfloat16>(
             make<__nv_bfloat16>(lengths({200, 0, 311, 1, 64, 513}), {2, 4, 128, 128}, false, 6), 4.7e-3, 6e-3);
+    }
+
+    TEST_CASE("segments that are cut into stretches, whose tokens are remembered beyond these, are the host's") {
+        if (!has_gpus(2)) return;
+        for (bool const erases : {true, false}) {
+            CAPTURE(erases);
+            auto p = make<__nv_bfloat16>(lengths({5000, 100, 2300}), {1, 2, 128, 128}, false, 11);
+            for (double& g : p.g) g = static_cast<float>(g / 64);
+            p.erases = erases;
+            check_problem<__nv_bfloat16>(p, 4.7e-3, 6e-3);
+        }
+    }
+
+    TEST_CASE("with more heads, which are folded along segments, scan makes what one GPU makes") {
+        if (!has_gpus(2)) return;
+        for (bool const erases : {true, false}) {
+            CAPTURE(erases);
+            auto p = make<__nv_bfloat16>(lengths({4500, 100}), {1, 20, 128, 128}, false, 13);
+            for (double& g : p.g) g = static_cast<float>(g / 64);
+            p.erases = erases;
+            group one(1), gpus(2);
+            auto const alone = on_gpus<cpx::serial, __nv_bfloat16>(one, p, on_ranks::one_rank(p.batch), false);
+            for (auto const& layout : {cpx::table(cpx::sequential<>(2)), cpx::table(cpx::zigzag<>(2))}) {
+                by_tokens const sharding(cpx::shard(p.batch, layout, cpx::aligned<cpx::dynamic>(64)));
+                check_close(on_gpus<cpx::scan, __nv_bfloat16>(gpus, p, sharding, true), alone, 9.4e-3, 1.2e-2);
+            }
+        }
+    }
+
+    TEST_CASE("the gated delta rule and a decay a head over four GPUs are the host's, by serial with the bits of one") {
+        if (!has_gpus(4)) return;
+        for (bool const erases : {true, false}) {
+            CAPTURE(erases);
+            auto p = make<__nv_bfloat16>(lengths({200, 0, 311, 1, 64, 2513}), {4, 8, 128, 128}, false, 12);
+            p.erases = erases;
+            check_problem<__nv_bfloat16>(p, 4.7e-3, 6e-3, 4);
+        }
     }
 
     TEST_CASE("a decay a head between GPUs is the host's on every sharding, by serial with the bits of one") {

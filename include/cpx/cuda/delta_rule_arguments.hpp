@@ -97,12 +97,12 @@ inline index_t delta_chunks(index_t tokens, index_t sequences) { return tokens /
 
 inline void require_stretch(gated_delta_rule_shape const& shape, char const* where = "cuda::gated_delta_rule",
                             caller here = caller::here()) {
-    require(shape.stretch >= 0 && shape.stretch <= 1 << 24, where, "stretch", "from 0 to 2^24 chunks", shape.stretch,
-            here);
+    require(shape.stretch >= 0 && shape.stretch <= kernels::delta_uncut, where, "stretch", "from 0 to 2^24 chunks",
+            shape.stretch, here);
 }
 
 inline delta_space delta_plan_space(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences,
-                                    kernels::delta_cut const& cut = {1 << 24}) {
+                                    kernels::delta_cut const& cut = {kernels::delta_uncut}) {
     delta_space space;
     space.sequences = sequences;
     space.chunks = delta_chunks(tokens, sequences);

@@ -104,7 +104,7 @@ delta_rule_path gated_delta_rule_backward_fold(gated_delta_rule_shape const& sha
     require_rows(where, {{"dout", dout, tokens, shape.value_heads * shape.value_dim}}, here);
     require(!dstates.empty() || sequences == 0, where, "dstates", "one for each sequence", "none", here);
     require_states(where, "dstates", shape, in, dstates, here);
-    auto const space = delta_fold_space<Erases, T>(shape, tokens, sequences);
+    auto const space = delta_fold_space<Erases, T>(shape, tokens, sequences, true);
     require_bytes(where, "workspace", space.bytes, workspace, here);
     require_delta_apart(where, in, {{"dstates", dstates}, {"workspace", workspace}}, {{"dout", dout}}, here);
     return run_delta_fold_back<Erases, T>({shape, in, space, workspace.data(), stream, here}, dout, dstates);

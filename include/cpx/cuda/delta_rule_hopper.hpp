@@ -4,6 +4,17 @@
 
 #include <cpx/cuda/delta_rule_launch.hpp>
 
+namespace cpx::cuda::detail {
+
+/// The order of a forward: outputs beside states; states first, for others wait for those after sequences; or first what
+/// sequences make of the states before them, for which it waits.
+enum class delta_order { together, states_first, steps_first };
+
+/// Whether so few sequences and heads are faster by steps of stretches: whatever the device, for bits depend on it.
+inline bool delta_by_stretches(index_t sequences, index_t heads) { return sequences * heads <= 16; }
+
+} // namespace cpx::cuda::detail
+
 #if __has_include(<cute/arch/mma_sm90_gmma.hpp>)
 
 #include <cpx/delta_rule_dstate.cuh>
@@ -57,15 +68,22 @@ inline int multiprocessors() {
 /// Whether as many blocks keep the multiprocessors busy.
 inline bool fills_multiprocessors(index_t blocks) { return 10 * blocks >= 9 * multiprocessors(); }
 
+/// Returns how sequences are cut by scan: always alike, so that the bits are those of every GPU.
+inline kernels::delta_cut delta_scan_cut(gated_delta_rule_shape const& shape) {
+    return {shape.stretch > 0 ? static_cast<int>(shape.stretch) : 32};
+}
+
 /// Returns how sequences are cut: not at all, if they and heads alone keep the multiprocessors busy; else into
 /// stretches of 16 chunks, or more if there are stretches enough for five or seven waves of blocks, as a state is
-/// written and read before each. By scan it is always the same, so that the bits are those of every GPU.
+/// written and read before each.
 template <bool Erases>
-kernels::delta_cut delta_cut_of(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences) {
+kernels::delta_cut delta_cut_of(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences,
+                                delta_order order) {
+    if (shape.scan || order == delta_order::steps_first) return delta_scan_cut(shape);
     if (shape.stretch > 0) return {static_cast<int>(shape.stretch)};
-    if (shape.scan) return {32};
     int const all = multiprocessors(), heads = static_cast<int>(shape.value_heads);
-    if (fills_multiprocessors(sequences * heads)) return {1 << 24};
+    if (fills_multiprocessors(sequences * heads)) return {kernels::delta_uncut};
+    if (order == delta_order::states_first) return {16};
     index_t const chunks = tokens / kernels::delta_chunk * heads / all; // of one of them
     return {chunks >= 64 * 7 ? 64 : chunks >= 24 * 5 ? 24 : 16, all, heads, 2 / kernels::delta_state_blocks<Erases>};
 }
@@ -93,30 +111,42 @@ delta_space delta_saved_space(gated_delta_rule_shape const& shape, index_t token
     return space;
 }
 
+inline index_t take_delta_states(gated_delta_rule_shape const& shape, delta_space& space) {
+    return space.take(space.stretches * shape.value_heads * 2 * kernels::delta::snapshot_words, sizeof(float));
+}
+template <bool Erases>
+void take_delta_steps(gated_delta_rule_shape const& shape, delta_space& space) {
+    space.maps =
+        Erases ? take_delta_states(shape, space) : space.take(space.stretches * shape.value_heads, sizeof(float));
+    space.ends = take_delta_states(shape, space);
+}
+
 /// `saved`: inverses and gates have a place of their own.
 template <bool Erases, class T>
-delta_space delta_forward_space(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences, bool saved) {
+delta_space delta_forward_space(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences, bool saved,
+                                delta_order order = delta_order::together) {
     if (!has_delta_hopper<Erases, T>(shape, tokens)) return delta_plan_space(shape, tokens, sequences);
-    auto space = delta_plan_space(shape, tokens, sequences, delta_cut_of<Erases>(shape, tokens, sequences));
+    auto space = delta_plan_space(shape, tokens, sequences, delta_cut_of<Erases>(shape, tokens, sequences, order));
     space.hopper = true;
     if (!saved) take_delta_prepared<Erases>(shape, space);
-    space.states_first = (tokens + kernels::delta_chunk - 1) / kernels::delta_chunk + 1 > space.cut.chunks;
-    auto const states = [&] {
-        return space.take(space.stretches * shape.value_heads * 2 * kernels::delta::snapshot_words, sizeof(float));
-    };
-    space.snapshots = states();
-    if (shape.scan) {
-        space.maps = Erases ? states() : space.take(space.stretches * shape.value_heads, sizeof(float));
-        space.ends = states();
-    }
+    space.states_first = order != delta_order::together ||
+                         (tokens + kernels::delta_chunk - 1) / kernels::delta_chunk + 1 > space.cut.chunks;
+    space.snapshots = take_delta_states(shape, space);
+    if (shape.scan || order == delta_order::steps_first) take_delta_steps<Erases>(shape, space);
     return space;
 }
 
+/// `back`: of the backward, where a sequence is not cut.
 template <bool Erases, class T>
-delta_space delta_fold_space(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences) {
-    auto space = delta_plan_space(shape, tokens, sequences);
-    space.hopper = has_delta_hopper<Erases, T>(shape, tokens);
-    if (space.hopper) take_delta_prepared<Erases>(shape, space);
+delta_space delta_fold_space(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences,
+                             bool back = false) {
+    bool const hopper = has_delta_hopper<Erases, T>(shape, tokens);
+    auto space = delta_plan_space(shape, tokens, sequences,
+                                  hopper && !back ? delta_scan_cut(shape) : kernels::delta_cut{kernels::delta_uncut});
+    space.hopper = hopper;
+    if (!hopper) return space;
+    take_delta_prepared<Erases>(shape, space);
+    if (!back || !Erases) take_delta_steps<Erases>(shape, space);
     return space;
 }
 
@@ -139,71 +169,143 @@ void launch_hopper(Call const& of, char const* what, void (*kernel)(P...), index
     launch_early(kernel, dims(blocks), dims(threads), shared, of.stream, what, of.here, arguments...);
 }
 
-/// Launches what comes before all others: the plan and, unless `made`, the inverses and the gates, into the workspace
-/// or, if that has no place for them, to `in.saved`. Returns what walks are given.
+/// Returns what walks are given: inverses and gates are in the workspace or, if that has no place for them, in
+/// `in.saved`.
 template <bool Erases, class T>
-kernels::delta_walk launch_delta_prepared(delta_call<Erases, T> const& of, CUtensorMap const& k, bool made = false) {
+kernels::delta_walk delta_walk_of(delta_call<Erases, T> const& of) {
     auto const& [shape, in, space, workspace, stream, here] = of;
-    int const key_heads = static_cast<int>(shape.key_heads), group = of.group();
     bool const own = space.inverse >= 0;
     delta_space const at = own ? space : delta_saved_space<T>(shape, delta_saved_tokens(in), space.sequences);
     char* const prepared = own ? workspace : in.saved.data();
-    kernels::delta_walk const walk{
-        of.plan(),       {prepared + at.inverse, reinterpret_cast<kernels::delta_gates*>(prepared + at.gates)},
-        in.state.data(), nullptr,
-        nullptr,         key_heads,
-        group,           delta_scale_of(shape),
-        nullptr};
-    of.make_plan();
-    if (made) return walk;
-    launch_hopper(of, "delta_rule_prep", kernels::delta_rule_prep<Erases>,
-                  space.chunks * kernels::delta_prep_blocks(key_heads, group), 128,
-                  Erases ? sizeof(kernels::delta::prep_memory) : sizeof(kernels::delta::prep_gates), k,
-                  kernels::delta_prep_input{walk.plan, delta_view(in.g), delta_view(in.beta), key_heads, group},
-                  walk.prepared);
-    return walk;
+    return {of.plan(),       {prepared + at.inverse, reinterpret_cast<kernels::delta_gates*>(prepared + at.gates)},
+            in.state.data(), nullptr,
+            nullptr,         static_cast<int>(shape.key_heads),
+            of.group(),      delta_scale_of(shape),
+            nullptr};
 }
 
-template <bool Back = false, bool Erases, class T>
-void launch_delta_fold(delta_call<Erases, T> const& of, CUtensorMap const& k, CUtensorMap const& v,
-                       kernels::delta_walk const& walk, kernels::delta_steps const& steps, index_t stretches) {
-    launch_hopper(of, "delta_rule_fold", kernels::delta_rule_fold<Erases, Back>,
-                  stretches * (Erases ? 2 : 1) * of.shape.value_heads, Erases ? 512 : 384,
-                  sizeof(kernels::delta::fold_memory<Erases>), k, v, walk, steps);
+/// Launches what comes before all others: the plan and, unless they are made, inverses and gates.
+template <bool Erases, class T>
+void launch_delta_prepared(delta_call<Erases, T> const& of, kernels::delta_walk const& walk, bool made = false) {
+    of.make_plan();
+    if (made) return;
+    launch_hopper(
+        of, "delta_rule_prep", kernels::delta_rule_prep<Erases>,
+        of.space.chunks * kernels::delta_prep_blocks(walk.key_heads, walk.group), 128,
+        Erases ? sizeof(kernels::delta::prep_memory) : sizeof(kernels::delta::prep_gates), panels_of(of.in.k, of.here),
+        kernels::delta_prep_input{walk.plan, delta_view(of.in.g), delta_view(of.in.beta), walk.key_heads, walk.group},
+        walk.prepared);
+}
+
+template <bool Erases, class T>
+kernels::delta_steps delta_steps_of(delta_call<Erases, T> const& of, bool before_known, bool last_wanted) {
+    return {of.floats(of.space.maps), of.floats(of.space.ends), before_known, last_wanted};
+}
+
+/// Launches steps, into the workspace: of stretches or, `along` sequences, of all tokens before their ends.
+template <bool Erases, class T>
+void launch_delta_steps(delta_call<Erases, T> const& of, kernels::delta_walk const& walk,
+                        kernels::delta_steps const& steps, bool along) {
+    auto const launch = [&](auto halves, index_t blocks) {
+        launch_hopper(of, "delta_rule_fold", kernels::delta_rule_fold<Erases, false, halves>,
+                      blocks * (Erases ? 2 : 1) * of.shape.value_heads, kernels::delta_fold_threads<Erases, halves>,
+                      sizeof(kernels::delta::fold_memory<Erases, halves>), panels_of(of.in.k, of.here),
+                      panels_of(of.in.v, of.here), walk, steps);
+    };
+    if (along)
+        launch(std::integral_constant<int, 1>(), 2 * of.space.sequences);
+    else
+        launch(std::integral_constant<int, 2>(), of.space.stretches);
+}
+
+/// Launches what makes states of steps or, if they are wanted, `totals`.
+template <bool Erases, class T>
+void launch_delta_join(delta_call<Erases, T> const& of, kernels::delta_walk const& walk,
+                       kernels::delta_steps const& steps, kernels::delta_totals const& totals, bool along) {
+    int const blocks = along ? 2 : 128 / kernels::delta::join_columns;
+    auto const launch = [&](auto kernel, index_t of_sequences, int threads) {
+        launch_early(kernel, dims(Erases && totals.maps ? 2 * blocks : blocks, of.shape.value_heads, of_sequences),
+                     dims(threads), 0, of.stream, "delta_rule_join", of.here, walk, steps, totals);
+    };
+    if (along)
+        launch(kernels::delta_rule_apply<Erases>, of.space.stretches, 256);
+    else
+        launch(kernels::delta_rule_join<Erases>, of.space.sequences, 512);
+}
+
+/// Launches the walks that write states before stretches and, if `walk.last` is wanted, after sequences.
+template <bool Erases, class T>
+void launch_delta_state(delta_call<Erases, T> const& of, kernels::delta_walk const& walk) {
+    launch_hopper(of, "delta_rule_state", kernels::delta_rule_state<Erases>,
+                  of.space.sequences * of.shape.value_heads * 2, kernels::delta_state_threads<Erases>,
+                  sizeof(kernels::delta::state_memory<1, Erases>), panels_of(of.in.k, of.here),
+                  panels_of(of.in.v, of.here), walk);
+}
+
+/// Launches the outputs; `after_state`: while the walks before them go on.
+template <bool Erases, class T>
+void launch_delta_outputs(delta_call<Erases, T> const& of, kernels::delta_walk const& walk, rows<T> o,
+                          bool after_state) {
+    auto const& in = of.in;
+    launch_hopper(of, "delta_rule_main", kernels::delta_rule_main<Erases>, of.space.stretches * of.shape.value_heads,
+                  512, sizeof(kernels::delta::main_memory<Erases>), panels_of(in.q, of.here), panels_of(in.k, of.here),
+                  panels_of(in.v, of.here), panels_of(o, of.here), walk,
+                  kernels::delta_output{delta_view(o), after_state});
 }
 
 template <bool Erases, class T>
 void launch_delta_hopper(delta_call<Erases, T> const& of, rows<T> o, std::span<float> last) {
-    namespace delta = kernels::delta;
-    auto const& [shape, in, space, workspace, stream, here] = of;
-    auto const q = panels_of(in.q, here), k = panels_of(in.k, here), v = panels_of(in.v, here),
-               out = panels_of(o, here);
-    auto walk = launch_delta_prepared(of, k);
-    walk.last = last.data();
-    walk.snapshots = of.floats(space.snapshots);
-    bool const by_scan = space.states_first && shape.scan;
+    auto walk = delta_walk_of(of);
+    walk.snapshots = of.floats(of.space.snapshots);
+    launch_delta_prepared(of, walk);
+    bool const by_scan = of.space.states_first && of.shape.scan;
     if (by_scan) {
-        kernels::delta_steps const steps{of.floats(space.maps), of.floats(space.ends), false};
-        launch_delta_fold(of, k, v, walk, steps, space.stretches);
-        launch_early(kernels::delta_rule_join<Erases>,
-                     dims(128 / delta::join_columns, shape.value_heads, space.sequences), 512, 0, stream,
-                     "delta_rule_join", here, walk, steps);
-    } else if (space.states_first) {
-        launch_hopper(of, "delta_rule_state", kernels::delta_rule_state<Erases>,
-                      space.sequences * shape.value_heads * 2, kernels::delta_state_threads<Erases>,
-                      sizeof(delta::state_memory<1, Erases>), k, v, walk);
-    }
-    launch_hopper(of, "delta_rule_main", kernels::delta_rule_main<Erases>, space.stretches * shape.value_heads, 512,
-                  sizeof(delta::main_memory<Erases>), q, k, v, out, walk,
-                  kernels::delta_output{delta_view(o), space.states_first && !by_scan});
+        auto const steps = delta_steps_of(of, true, false);
+        launch_delta_steps(of, walk, steps, false);
+        auto joined = walk;
+        joined.initial = nullptr; // the first steps begin with it
+        launch_delta_join(of, joined, steps, {}, false);
+    } else if (of.space.states_first)
+        launch_delta_state(of, walk);
+    walk.last = last.data();
+    launch_delta_outputs(of, walk, o, of.space.states_first && !by_scan);
+}
+
+// A forward in parts, of a call of another `delta_order` than together: what comes before; the states, which are walked along
+// or, by scan, joined of the steps of stretches; the outputs. Where states before are not `known` yet, the second part is
+// what sequences make of those, of steps, and the third one the states, made of steps, too.
+template <bool Erases, class T>
+void launch_delta_hopper_begin(delta_call<Erases, T> const& of, bool known) {
+    auto const walk = delta_walk_of(of);
+    launch_delta_prepared(of, walk);
+    if (of.shape.scan || !known) launch_delta_steps(of, walk, delta_steps_of(of, known, true), !of.shape.scan);
+}
+template <bool Erases, class T>
+void launch_delta_hopper_totals(delta_call<Erases, T> const& of, std::span<float> maps, std::span<float> ends) {
+    auto walk = delta_walk_of(of);
+    walk.initial = nullptr;
+    launch_delta_join(of, walk, delta_steps_of(of, false, true), {maps.data(), ends.data()}, !of.shape.scan);
+}
+template <bool Erases, class T>
+void launch_delta_hopper_states(delta_call<Erases, T> const& of, bool known, std::span<float> after) {
+    auto walk = delta_walk_of(of);
+    walk.snapshots = of.floats(of.space.snapshots);
+    walk.last = after.data();
+    if (known && !of.shape.scan) return launch_delta_state(of, walk);
+    if (known) walk.initial = nullptr; // the first steps begin with it
+    launch_delta_join(of, walk, delta_steps_of(of, known, true), {}, !of.shape.scan);
+}
+template <bool Erases, class T>
+void launch_delta_hopper_outputs(delta_call<Erases, T> const& of, rows<T> o) {
+    auto walk = delta_walk_of(of);
+    walk.snapshots = of.floats(of.space.snapshots);
+    launch_delta_outputs(of, walk, o, false);
 }
 
 template <bool Erases, class T>
 void launch_delta_hopper_fold(delta_call<Erases, T> const& of, std::span<float> maps, std::span<float> ends) {
-    auto const k = panels_of(of.in.k, of.here), v = panels_of(of.in.v, of.here);
-    auto walk = launch_delta_prepared(of, k);
-    walk.initial = nullptr;
-    launch_delta_fold(of, k, v, walk, {maps.data(), ends.data(), true}, of.space.sequences);
+    launch_delta_hopper_begin(of, false);
+    launch_delta_hopper_totals(of, maps, ends);
 }
 
 /// Calls `f` with how many halves of a chain a block takes, as an std::integral_constant: both where blocks are enough,
@@ -217,18 +319,25 @@ void with_halves(bool enough, F&& f) {
 
 template <bool Erases, class T>
 void launch_delta_hopper_backward_fold(delta_call<Erases, T> const& of, rows<T const> dout, std::span<float> dstates) {
-    auto const q = panels_of(of.in.q, of.here), k = panels_of(of.in.k, of.here), d = panels_of(dout, of.here);
-    auto walk = launch_delta_prepared(of, k);
+    auto walk = delta_walk_of(of);
     walk.initial = nullptr;
-    walk.last = dstates.data();
-    index_t const chains = of.space.sequences * of.shape.value_heads;
-    if constexpr (!Erases)
-        launch_delta_fold<true>(of, q, d, walk, {nullptr, dstates.data(), true}, of.space.sequences);
-    else
+    launch_delta_prepared(of, walk);
+    if constexpr (!Erases) {
+        auto const steps = delta_steps_of(of, false, true);
+        launch_hopper(of, "delta_rule_fold_back", kernels::delta_rule_fold<false, true>,
+                      of.space.stretches * of.shape.value_heads, kernels::delta_fold_threads<false, 2>,
+                      sizeof(kernels::delta::fold_memory<false, 2>), panels_of(of.in.q, of.here),
+                      panels_of(dout, of.here), walk, steps);
+        launch_delta_join(of, walk, steps, {nullptr, dstates.data()}, false);
+    } else {
+        auto const q = panels_of(of.in.q, of.here), k = panels_of(of.in.k, of.here), d = panels_of(dout, of.here);
+        index_t const chains = of.space.sequences * of.shape.value_heads;
+        walk.last = dstates.data();
         with_halves<true>(fills_multiprocessors(2 * chains), [&](auto halves) {
             launch_hopper(of, "delta_rule_fold_back", kernels::delta_rule_fold_back<halves>, chains * 2 / halves, 512,
                           sizeof(kernels::delta::dstate_memory<halves>), q, k, d, walk);
         });
+    }
 }
 
 /// Returns by how many blocks the backward walks along so many chains, both halves each, while as many walk back: where
@@ -245,7 +354,8 @@ void launch_delta_hopper_backward(delta_call<Erases, T> const& of, rows<T const>
     auto const& [shape, in, space, workspace, stream, here] = of;
     auto const q = panels_of(in.q, here), k = panels_of(in.k, here), v = panels_of(in.v, here),
                d = panels_of(dout, here), dv = panels_of(to.dv, here);
-    auto walk = launch_delta_prepared(of, k, !in.saved.empty());
+    auto walk = delta_walk_of(of);
+    launch_delta_prepared(of, walk, !in.saved.empty());
     walk.states = workspace + space.states;
     auto back = walk;
     back.states = workspace + space.dstates;
@@ -279,11 +389,16 @@ delta_space delta_saved_space(gated_delta_rule_shape const&, index_t, index_t) {
     return {};
 }
 template <bool Erases, class T>
-delta_space delta_forward_space(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences, bool) {
+bool has_delta_hopper(gated_delta_rule_shape const&, index_t) {
+    return false;
+}
+template <bool Erases, class T>
+delta_space delta_forward_space(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences, bool,
+                                delta_order = delta_order::together) {
     return delta_plan_space(shape, tokens, sequences);
 }
 template <bool Erases, class T>
-delta_space delta_fold_space(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences) {
+delta_space delta_fold_space(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences, bool = false) {
     return delta_plan_space(shape, tokens, sequences);
 }
 template <bool Erases, class T>
@@ -292,6 +407,14 @@ delta_space delta_backward_space(gated_delta_rule_shape const& shape, index_t to
 }
 template <class... A>
 void launch_delta_hopper(A const&...) {}
+template <class... A>
+void launch_delta_hopper_begin(A const&...) {}
+template <class... A>
+void launch_delta_hopper_totals(A const&...) {}
+template <class... A>
+void launch_delta_hopper_states(A const&...) {}
+template <class... A>
+void launch_delta_hopper_outputs(A const&...) {}
 template <class... A>
 void launch_delta_hopper_fold(A const&...) {}
 template <class... A>

@@ -19,6 +19,7 @@ struct visit {
     std::size_t segment = 0;
     T* state = nullptr; ///< null: the segment is a whole sequence, and nobody else wants to know its state
     T* map = nullptr;
+    bool handed_on = false; ///< whether another segment waits for the state that leaves it
     // The pass says these, which may be null.
     T const* before = nullptr; ///< the state that reaches the segment, null: zeros; may be `state`
     T* start = nullptr;        ///< where a forward keeps that for its backward
@@ -223,10 +224,13 @@ struct states_pass {
     /// Of the states that the rank holds.
     virtual state_shape const& shape() const = 0;
     /// Makes of the states that reach segments the ones that leave them; of segments that are the first on the way it
-    /// sets the state itself.
+    /// sets the state itself. What nobody waits for may be left to `rest`.
     virtual void over(std::vector<visit<T>> visits) const = 0;
-    /// Gives the steps of segments: the maps M and, in states that are zero on entry, E.
+    /// Gives the steps of the segments that others reach, where they are wanted: the maps M and, in states that are zero
+    /// on entry, E. Next, it goes over these segments.
     virtual void fold(std::vector<visit<T>> const& visits) const = 0;
+    /// Does what `over` has left, once states are on their way.
+    virtual void rest() const {}
 
 protected:
     ~states_pass() = default;
@@ -247,7 +251,8 @@ void carry_states(char const* where, carry_exchanges<serial> const& plan, side f
         std::vector<visit<T>> visits;
         for (std::size_t m = 0; m < members.size(); ++m) {
             auto const i = static_cast<std::size_t>(members[m]);
-            visits.push_back({i, states.data() + static_cast<index_t>(m) * width});
+            bool const handed_on = plan.links[i].beside(opposite(from)) > 0;
+            visits.push_back({i, states.data() + static_cast<index_t>(m) * width, nullptr, handed_on});
         }
         pass.over(visits);
         if (k == plan.steps) break;
@@ -257,8 +262,10 @@ void carry_states(char const* where, carry_exchanges<serial> const& plan, side f
         memory.exchange(where, step, exchange_number(plan, lower, from),
                         rows<T const>(states.data(), step.source_rows, width),
                         rows<T>(next.data(), step.target_rows, width), here);
+        pass.rest();
         states = std::move(next);
     }
+    pass.rest();
 }
 
 template <class T, class Memory>
@@ -268,14 +275,15 @@ void carry_states(char const* where, carry_exchanges<scan> const& plan, side fro
     memory.renew(maps, where, {inner_segments(plan.links), shape.map_width()}, here);
     per_segment<T, Memory> ends(plan.links, shape.state_width(), where, memory, here,
                                 [&](carry_link const& l) { return l.beside(opposite(from)) > 0; });
-    std::vector<visit<T>> known, folded, reached; // a state that is known need not be folded
+    std::vector<visit<T>> known, folded, reached; // where the state is known its step is not wanted
     for (std::size_t i = 0; i < plan.links.size(); ++i) {
         carry_link const& l = plan.links[i];
         bool const more = l.beside(opposite(from)) > 0;
+        T* const end = more ? ends[i] : nullptr;
         if (l.beside(from) == 0)
-            known.push_back({i, more ? ends[i] : nullptr});
-        else if (more)
-            folded.push_back({i, ends[i], maps.data() + l.map_row * shape.map_width()});
+            known.push_back({i, end, nullptr, more});
+        else
+            folded.push_back({i, end, more ? maps.data() + l.map_row * shape.map_width() : nullptr});
     }
     pass.over(known);
     pass.fold(folded);
@@ -283,6 +291,7 @@ void carry_states(char const* where, carry_exchanges<scan> const& plan, side fro
     for (std::size_t i = 0; i < plan.links.size(); ++i)
         if (plan.links[i].beside(from) > 0) reached.push_back({i, reaching[i]});
     pass.over(reached);
+    pass.rest();
 }
 
 /// Returns the segments that a pass runs by one call, of each that runs any, in the order of `carry_states`.

@@ -114,8 +114,12 @@ public:
         if (from_ == side::before) return;
         index_t const width = shape_.map_width();
         std::vector<copied<T>> list;
-        for (visit<T> const& v : visits) list.push_back({maps_ + plan_.links[v.segment].map_row * width, v.map, width});
+        for (visit<T> const& v : visits)
+            if (v.map) list.push_back({maps_ + plan_.links[v.segment].map_row * width, v.map, width});
         memory_.transpose(shape_, list);
+    }
+    void rest() const override {
+        if constexpr (requires { local_.rest(); }) local_.rest();
     }
     /// Hands on the states of sequences that have no segment.
     void without_tokens() const {
@@ -225,6 +229,7 @@ public:
     }
     void fold(std::vector<visit<T>> const& visits) const {
         for (visit<T> const& v : visits) {
+            if (!v.state) continue;
             segment const& s = this->plan_.segments[v.segment];
             for (index_t h = 0; h < this->heads_.size(); ++h)
                 this->r_.fold(this->inputs(t_.x, s, h), s.token, this->state(v.state, h), this->map(v.map, h));
@@ -269,6 +274,7 @@ public:
     }
     void fold(std::vector<visit<T>> const& visits) const {
         for (visit<T> const& v : visits) {
+            if (!v.state) continue;
             segment const& s = this->plan_.segments[v.segment];
             for (index_t h = 0; h < this->heads_.size(); ++h)
                 this->r_.backward_fold(this->inputs(t_.x, s, h), s.token, this->output(to_.dout, s, h),

@@ -50,11 +50,57 @@ public:
                  std::span<float> after, std::span<char> kept, memory& m, caller here) const {
         auto in = input(s, x, before);
         in.saved = kept, in.saved_tokens = s.tokens;
-        auto const shape = shape_of(in);
+        auto shape = shape_of(in);
+        shape.scan = s.by_scan && cuda::detail::delta_by_stretches(count(s), shape.value_heads);
         cuda::detail::require_saved(name, shape, in, here); // it may be lent
         run(cuda::detail::delta_forward_space<Erases, T>(shape, in.k.count(), count(s), !kept.empty()), shape, in, m,
             here, [&](auto const& call) { return cuda::detail::run_delta(call, o.data(), after); });
     }
+
+    /// A forward on tensor cores whose states come first.
+    struct parts {
+        cuda::gated_delta_rule_shape shape = {};
+        cuda::gated_delta_rule_input<T> in = {};
+        cuda::detail::delta_space space = {};
+        cuda::block<char> workspace = {};
+        rows<T> o = {};
+        bool known = false;
+    };
+    template <class X, class O>
+    bool has_parts(X const& x, O const& o) const {
+        auto const in = input({}, x, {});
+        return std::same_as<T, __nv_bfloat16> &&
+               cuda::detail::has_delta_hopper<Erases, T>(shape_of(in), in.k.count()) &&
+               cuda::detail::row_vector(in.q, in.k, in.v, o.data()) == 16;
+    }
+    template <class X, class O>
+    parts begin(cuda::recurrence_segments const& s, X const& x, std::span<float const> before, O const& o, bool known,
+                std::span<char> kept, memory& m, caller here) const {
+        parts p{.in = input(s, x, before), .o = o.data(), .known = known};
+        p.in.saved = kept, p.in.saved_tokens = s.tokens;
+        p.shape = shape_of(p.in);
+        p.shape.scan = s.by_scan && cuda::detail::delta_by_stretches(count(s), p.shape.value_heads);
+        cuda::detail::require_saved(name, p.shape, p.in, here);
+        using order = cuda::detail::delta_order;
+        p.space = cuda::detail::delta_forward_space<Erases, T>(p.shape, p.in.k.count(), count(s), !kept.empty(),
+                                                               known ? order::states_first : order::steps_first);
+        p.workspace = m.memory().template room<char>(p.space.bytes);
+        with_call(p, m, here, [&](auto const& call) { cuda::detail::launch_delta_hopper_begin(call, known); });
+        ++m.calls.on_tensor_cores;
+        return p;
+    }
+    void totals(parts& p, std::span<float> maps, std::span<float> ends, memory& m, caller here) const {
+        with_call(p, m, here, [&](auto const& call) { cuda::detail::launch_delta_hopper_totals(call, maps, ends); });
+    }
+    void states(parts& p, std::span<float const> before, std::span<float> after, memory& m, caller here) const {
+        p.in.state = before;
+        with_call(p, m, here,
+                  [&](auto const& call) { cuda::detail::launch_delta_hopper_states(call, p.known, after); });
+    }
+    void outputs(parts& p, memory& m, caller here) const {
+        with_call(p, m, here, [&](auto const& call) { cuda::detail::launch_delta_hopper_outputs(call, p.o); });
+    }
+
     template <class X>
     void fold(cuda::recurrence_segments const& s, X const& x, std::span<float> maps, std::span<float> ends, memory& m,
               caller here) const {
@@ -85,7 +131,7 @@ public:
                        memory& m, caller here) const {
         auto const in = input(s, x, {});
         auto const shape = shape_of(in);
-        run(cuda::detail::delta_fold_space<Erases, T>(shape, in.k.count(), count(s)), shape, in, m, here,
+        run(cuda::detail::delta_fold_space<Erases, T>(shape, in.k.count(), count(s), true), shape, in, m, here,
             [&](auto const& call) { return cuda::detail::run_delta_fold_back(call, dout.data(), dbefore); });
     }
 
@@ -112,6 +158,11 @@ private:
         recurrence_heads const& heads = of_.heads;
         return {in.k.width() / heads.key_dim, in.v.width() / heads.value_dim, heads.key_dim, heads.value_dim,
                 of_.options.scale};
+    }
+    template <class F>
+    void with_call(parts& p, memory& m, caller here, F&& f) const {
+        if constexpr (std::same_as<T, __nv_bfloat16>)
+            f(cuda::detail::delta_call<Erases, T>{p.shape, p.in, p.space, p.workspace.data(), m.stream(), here});
     }
     /// Calls `f(call)` with a call of arguments that `check_on_device` has seen, or its caller has made.
     template <class F>

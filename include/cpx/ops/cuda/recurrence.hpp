@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Segments of a recurrence on a device: as many as a pass visits at once, all heads together.
+// Any recurrence of tensors on devices, on any sharding: all heads of a rank together.
 #pragma once
 
 #include <cpx/ops/cuda/recurrence_checks.hpp>
+#include <cpx/ops/cuda/recurrence_pass.hpp>
 #include <cpx/ops/cuda/state_exchange.hpp>
 #include <cpx/ops/recurrence.hpp>
 
@@ -34,13 +35,6 @@ struct recurrence_saved<T, cuda::memory> {
 };
 
 namespace cuda {
-
-/// Segments as kernels see them, (segments) each but for `offsets`, which ends with all rows: where their rows begin,
-/// which tokens of their sequences these are, and how many.
-struct recurrence_segments {
-    std::span<index_t const> offsets, first, counts;
-    index_t tokens = 0; ///< of all
-};
 
 /// What a recurrence of tensors on devices is given and makes on one rank, as in the host's `recurrence_tensors`. x: a
 /// tuple of tensors in the order of `inputs()`, each of elements of its own; states are float.
@@ -83,6 +77,14 @@ recurrence_gradients(D, X, rows<float const> = {}, rows<float> = {}) -> recurren
 ///   keep for the backward of the same ones; `kept` is as large, or empty
 /// - `check_rank(where, plan, backward, here)`, if it is there, throws if it cannot run the heads, tokens and segments
 ///   of a rank
+///
+/// A model that can make states before outputs, so that these are on their way while outputs are computed, has parts,
+/// too, of segments whose states others wait for, or that wait for others:
+///
+/// - `parts`: a type for what has begun; `has_parts(x, o)`: whether a forward of these has them
+/// - `begin(segments, x, before, o, known, kept, by, here)` returns it; `known`: whether `before` is given already
+/// - `totals(begun, maps, ends, by, here)`: as a fold, unless the states before are known
+/// - `states(begun, before, after, by, here)`, which come before `outputs(begun, by, here)`
 template <class R, class X, class O>
 concept recurrence_model =
     requires(R const r, recurrence_segments const s, X const x, O const o, std::span<float const> in,
@@ -107,187 +109,6 @@ concept differentiable_recurrence_model =
 } // namespace cuda
 
 namespace detail {
-
-/// Runs segments on a device, by a `cuda::recurrence_model`.
-class device_states {
-protected:
-    template <carry_kind How, any_sharding S, class R>
-    device_states(carry_plan<How, S> const& plan, R const& r, cuda::state_exchange& memory, caller here)
-        : segments_(plan.segments), width_(held_states(plan, r).state_width()), rows_(rows_of_segments(plan)),
-          memory_(memory), here_(here) {}
-
-    /// Calls `f(segments, before, after)` with the visits' states beside each other, brought there and back.
-    template <class F>
-    void each(std::vector<visit<float>> const& visits, bool keep, F&& f) const {
-        if (visits.empty()) return;
-        auto const before = side_by_side(std::ranges::any_of(visits, [](auto const& v) { return v.before; }), visits);
-        auto const after =
-            side_by_side(std::ranges::any_of(visits, [](auto const& v) { return v.state || v.taken; }), visits);
-        std::vector<copied<float>> gathered, given;
-        for (std::size_t i = 0; i < visits.size(); ++i) {
-            visit<float> const& v = visits[i];
-            index_t const place = static_cast<index_t>(i) * width_;
-            if (before.size() > 0) gathered.push_back({v.before, place_in(before, place), width_});
-            if (keep && v.start) gathered.push_back({v.before, v.start, width_});
-            for (float* const to : {v.state, v.taken})
-                if (to) given.push_back({place_in(after, place), to, width_});
-        }
-        memory_.copy(gathered);
-        with_segments(visits, [&](cuda::recurrence_segments const& s) { f(s, all(before), all(after)); });
-        memory_.copy(given);
-    }
-    template <class F>
-    void with_segments(std::vector<visit<float>> const& visits, F&& f) const {
-        std::vector<index_t> numbers;
-        index_t tokens = 0;
-        for (visit<float> const& v : visits) tokens += segments_[v.segment].count;
-        for (auto const member : {&segment::row, &segment::token, &segment::count}) {
-            for (visit<float> const& v : visits) numbers.push_back(segments_[v.segment].*member);
-            if (member == &segment::row) numbers.push_back(rows_);
-        }
-        auto const list = memory_.numbers(numbers, here_);
-        std::span<index_t const> const there = all(list);
-        std::size_t const n = visits.size();
-        f(cuda::recurrence_segments{there.first(n + 1), there.subspan(n + 1, n), there.last(n), tokens});
-    }
-    static std::vector<std::size_t> segments_of(std::vector<visit<float>> const& visits) {
-        std::vector<std::size_t> list;
-        for (visit<float> const& v : visits) list.push_back(v.segment);
-        return list;
-    }
-    cuda::block<float> side_by_side(bool wanted, std::vector<visit<float>> const& visits) const {
-        return wanted ? memory_.memory().room<float>(std::ssize(visits) * width_) : cuda::block<float>();
-    }
-    /// Calls `f(segments, ends, maps)` for folded segments, and brings what it has written to the visits' states.
-    template <class F>
-    void each_folded(std::vector<visit<float>> const& visits, index_t map_width, F&& f) const {
-        if (visits.empty()) return;
-        auto const ends = side_by_side(true, visits);
-        auto const maps = memory_.memory().room<float>(std::ssize(visits) * map_width);
-        with_segments(visits, [&](cuda::recurrence_segments const& s) { f(s, all(ends), all(maps)); });
-        std::vector<copied<float>> given;
-        for (std::size_t i = 0; i < visits.size(); ++i) {
-            auto const n = static_cast<index_t>(i);
-            given.push_back({place_in(ends, n * width_), visits[i].state, width_});
-            if (map_width > 0) given.push_back({place_in(maps, n * map_width), visits[i].map, map_width});
-        }
-        memory_.copy(given);
-    }
-    template <class T>
-    static std::span<T> all(cuda::block<T> const& b) {
-        return {const_cast<T*>(b.data()), static_cast<std::size_t>(b.size())};
-    }
-    static float* place_in(cuda::block<float> const& b, index_t place) { return all(b).data() + place; }
-
-    std::vector<segment> const& segments_;
-    index_t width_, rows_;
-    cuda::state_exchange& memory_;
-    caller here_;
-};
-
-template <class R, class Tensors>
-class device_forward : device_states {
-public:
-    template <carry_kind How, any_sharding S>
-    device_forward(char const*, carry_plan<How, S> const& plan, R const& r, Tensors const& t,
-                   cuda::state_exchange& memory, caller here)
-        : device_states(plan, r, memory, here), r_(r), t_(t), map_width_(held_states(plan, r).map_width()) {
-        if (!t.saved) return;
-        std::erase_if(t.saved->kept, [](auto const& made) { return !made.memory.lent(); });
-        for (auto& made : t.saved->kept) made.stale = true;
-    }
-    void over(std::vector<visit<float>> const& visits) const {
-        if (visits.empty()) return;
-        this->each(visits, true,
-                   [&](cuda::recurrence_segments const& s, std::span<float const> before, std::span<float> after) {
-                       r_.forward(s, t_.x, before, t_.o, after, this->keeping(visits, s.tokens), memory_, here_);
-                   });
-    }
-    void fold(std::vector<visit<float>> const& visits) const {
-        this->each_folded(visits, map_width_,
-                          [&](cuda::recurrence_segments const& s, std::span<float> ends, std::span<float> maps) {
-                              r_.fold(s, t_.x, maps, ends, memory_, here_);
-                          });
-    }
-
-private:
-    /// Returns where a call keeps what it makes; nothing if it does not.
-    std::span<char> keeping(std::vector<visit<float>> const& visits, index_t tokens) const {
-        if (!t_.saved || !t_.saved->keeps) return {};
-        index_t bytes = 0;
-        if constexpr (requires { r_.kept_bytes(t_.x, t_.o, tokens, tokens); })
-            bytes = r_.kept_bytes(t_.x, t_.o, std::ssize(visits), tokens);
-        auto segments = this->segments_of(visits);
-        for (auto& made : t_.saved->kept) {
-            if (made.segments != segments) continue;
-            if (made.memory.size() != bytes) made.memory = memory_.memory().template room<char>(bytes);
-            made.stale = false;
-            return all(made.memory);
-        }
-        t_.saved->kept.push_back({std::move(segments), memory_.memory().template room<char>(bytes)});
-        return all(t_.saved->kept.back().memory);
-    }
-
-    R const& r_;
-    Tensors const& t_;
-    index_t map_width_;
-};
-
-template <class R, class Tensors, class Gradients>
-class device_backward : device_states {
-public:
-    template <carry_kind How, any_sharding S>
-    device_backward(char const*, carry_plan<How, S> const& plan, R const& r, Tensors const& t, Gradients const& to,
-                    cuda::state_exchange& memory, caller here)
-        : device_states(plan, r, memory, here), r_(r), t_(t), to_(to) {}
-    void over(std::vector<visit<float>> visits) const {
-        if (visits.empty()) return;
-        std::span<char> const kept = this->in_order_of_forward(visits);
-        auto const starts = this->brought_together(visits);
-        std::span<float const> const before(starts.size() > 0 ? starts.data() : visits.front().start,
-                                            visits.size() * static_cast<std::size_t>(width_));
-        this->each(visits, false,
-                   [&](cuda::recurrence_segments const& s, std::span<float const> dafter, std::span<float> to) {
-                       r_.backward(s, t_.x, before, to_.dout, dafter, to_.dx, to, kept, memory_, here_);
-                   });
-    }
-    void fold(std::vector<visit<float>> const& visits) const {
-        this->each_folded(visits, 0, [&](cuda::recurrence_segments const& s, std::span<float> ends, std::span<float>) {
-            r_.backward_fold(s, t_.x, to_.dout, ends, memory_, here_);
-        });
-    }
-    void finish(char const*, caller) const {} // gradients of heads that several others read are whole
-
-private:
-    /// Returns copies of the states before segments, one behind the other; nothing where they lie so themselves.
-    cuda::block<float> brought_together(std::vector<visit<float>> const& visits) const {
-        bool together = true;
-        for (std::size_t i = 1; i < visits.size(); ++i)
-            together = together && visits[i].start == visits[i - 1].start + width_;
-        auto starts = this->side_by_side(!together, visits);
-        std::vector<copied<float>> gathered;
-        for (std::size_t i = 0; !together && i < visits.size(); ++i)
-            gathered.push_back({visits[i].start, place_in(starts, static_cast<index_t>(i) * width_), width_});
-        memory_.copy(gathered);
-        return starts;
-    }
-    /// Returns what a call of the forward kept of these segments, and puts them in its order; nothing if none ran them.
-    std::span<char> in_order_of_forward(std::vector<visit<float>>& visits) const {
-        if (t_.saved->kept.empty()) return {};
-        auto const wanted = this->segments_of(visits);
-        for (auto const& made : t_.saved->kept) {
-            if (made.stale || !std::ranges::is_permutation(made.segments, wanted)) continue;
-            auto const place = [&](visit<float> const& v) { return std::ranges::find(made.segments, v.segment); };
-            std::ranges::sort(visits, {}, place);
-            return all(made.memory);
-        }
-        return {};
-    }
-
-    R const& r_;
-    Tensors const& t_;
-    Gradients const& to_;
-};
 
 /// What carries states on devices: a `cuda::state_exchange`, made once, or a communicator, which makes one for a call.
 template <class By>
