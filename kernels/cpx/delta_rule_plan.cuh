@@ -21,6 +21,11 @@ struct delta_rows {
     __device__ __forceinline__ T* at(std::int64_t row) const { return data + row * stride; }
 };
 
+/// Channels of a key head and of a value head.
+struct delta_dims {
+    int key, value;
+};
+
 /// A segment of a sequence. Its chunk c is rows [origin + 64 c, origin + 64 c + 64), as far as they are its own.
 struct delta_sequence {
     int begin, end; ///< rows

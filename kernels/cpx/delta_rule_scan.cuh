@@ -6,7 +6,7 @@
 
 namespace cpx::kernels {
 
-/// Where the steps of stretches lie, (stretches, value heads, 128, 128) each.
+/// Where the steps of stretches lie, (stretches, value heads, 128, 128) each, or of the walk's channels if `apart`.
 struct delta_steps {
     float *maps, *ends; ///< M, E; where nothing is erased M is a number
     bool apart;         ///< every sequence is one stretch, a segment, whose step is wanted; else all but the last are
@@ -48,13 +48,13 @@ __device__ __forceinline__ void load_fold(CUtensorMap const& keys, CUtensorMap c
         if (threadIdx.x == 0) {
             full.arrive_and_expect_tx((of_map ? 2 : 4) * panel_bytes + (Erases ? triangle_bytes : 0) +
                                       step_gates.bytes());
-            load_panels<2>(keys, full, memory.keys[r.at], 128 * (head / in.group), row);
+            load_panels<2>(keys, full, memory.keys[r.at], head / in.group, row);
             std::int64_t const place = std::int64_t{sequence.first_chunk + c} * heads + head;
             if constexpr (Erases)
                 load_prepared(in.prepared, place, full, memory.inverse[r.at], memory.gates[r.at], step_gates);
             else
                 load_gates(in.prepared, place, full, memory.gates[r.at], step_gates);
-            if (!of_map) load_panels<2>(values, full, memory.values[r.at][0], 128 * head, row);
+            if (!of_map) load_panels<2>(values, full, memory.values[r.at][0], head, row);
         }
         __syncwarp();
         if (whole) continue;
@@ -80,8 +80,8 @@ __device__ __forceinline__ void fold_half(delta_walk const& in, delta_steps cons
     if (of_map)
         for_each_word([&](int i, int value, int key) { s[i] = 64 * half + value == key ? 1.0f : 0.0f; });
     else
-        load_state(stretch.number == 0 && in.initial ? in.initial + in.state_of(stretch.sequence, head) : nullptr, half,
-                   s);
+        load_state(stretch.number == 0 && in.initial ? in.initial + in.given_of(stretch.sequence, head) : nullptr,
+                   in.dims, half, s);
     ring<fold_memory<Erases>::stages> r;
     ring<2> x;
     std::uint32_t v[16] = {};
@@ -112,10 +112,15 @@ __device__ __forceinline__ void fold_half(delta_walk const& in, delta_steps cons
     if constexpr (!Erases && !Back)
         if (half == 0 && threadIdx.x % 128 == 0)
             to.maps[std::int64_t{sequence.first_stretch + stretch.number} * heads + head] = whole;
-    float* const end = (of_map ? to.maps : to.ends) + in.state_of(sequence.first_stretch + stretch.number, head);
-    for_each_word([&](int i, int value, int key) {
-        end[to.apart ? key * 128 + 64 * half + value : (64 * half + value) * 128 + key] = s[i];
-    });
+    int const number = sequence.first_stretch + stretch.number;
+    float* const end = of_map ? to.maps : to.ends;
+    if (to.apart) {
+        delta_dims const dims{in.dims.key, of_map ? in.dims.key : in.dims.value};
+        store_state(s, dims, half, end + (std::int64_t{number} * heads + head) * dims.key * dims.value);
+    } else {
+        float* const at = end + in.state_of(number, head);
+        for_each_word([&](int i, int value, int key) { at[(64 * half + value) * 128 + key] = s[i]; });
+    }
 }
 
 } // namespace delta

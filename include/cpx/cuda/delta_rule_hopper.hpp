@@ -16,9 +16,10 @@
 
 namespace cpx::cuda::detail {
 
-/// Returns what describes `r` to the copy engine, in panels of 64 rows by 64 columns.
+/// Returns what describes rows of heads of `dim` channels to the copy engine, in panels of 64 rows by 64 channels of a
+/// head: those beyond `dim` are read as zeros and not written.
 template <class T>
-CUtensorMap panels_of(rows<T> r, caller here) {
+CUtensorMap panels_of(rows<T> r, index_t dim, caller here) {
     static auto const encode = [&] {
         void* found = nullptr;
         cudaDriverEntryPointQueryResult result{};
@@ -29,15 +30,21 @@ CUtensorMap panels_of(rows<T> r, caller here) {
         return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(found);
     }();
     CUtensorMap map{};
-    cuuint64_t const sizes[] = {static_cast<cuuint64_t>(r.width()), static_cast<cuuint64_t>(r.count())};
-    cuuint64_t const strides[] = {static_cast<cuuint64_t>(r.stride()) * sizeof(T)};
-    cuuint32_t const box[] = {64, 64}, steps[] = {1, 1};
+    auto const number = [](index_t n) { return static_cast<cuuint64_t>(n); };
+    cuuint64_t const sizes[] = {number(dim), number(r.count()), number(r.width() / dim)};
+    cuuint64_t const strides[] = {number(r.stride()) * sizeof(T), number(dim) * sizeof(T)};
+    cuuint32_t const box[] = {64, 64, 1}, steps[] = {1, 1, 1};
     auto const result =
-        encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, const_cast<void*>(static_cast<void const*>(r.data())), sizes,
+        encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<void*>(static_cast<void const*>(r.data())), sizes,
                strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     require(result == CUDA_SUCCESS, "cuda", "cuTensorMapEncodeTiled", "success", static_cast<int>(result), here);
     return map;
+}
+
+template <class T>
+kernels::delta_head_rows delta_view(rows<T> r, index_t dim) {
+    return {delta_view(r), static_cast<int>(dim)};
 }
 
 /// Whether the current device runs this build's code for sm_90a; other code of these kernels is empty.
@@ -70,11 +77,13 @@ kernels::delta_cut delta_cut_of(gated_delta_rule_shape const& shape, index_t tok
     return {chunks >= 64 * 7 ? 64 : chunks >= 24 * 5 ? 24 : 16, all, heads, 2 / kernels::delta_state_blocks<Erases>};
 }
 
-/// Whether tensor cores can be used, where the copy engine can read and write all rows.
+/// Whether tensor cores can be used, where the copy engine can read and write all rows: of heads whose channels, beside
+/// zeros, fill tiles of 128, and begin at multiples of 16 bytes.
 template <bool Erases, class T>
 bool has_delta_hopper(gated_delta_rule_shape const& shape, index_t tokens) {
-    return std::same_as<T, __nv_bfloat16> && shape.path == delta_rule_path::tensor_cores && shape.key_dim == 128 &&
-           shape.value_dim == 128 && tokens > 0 && has_delta_hopper<Erases>();
+    auto const fits = [](index_t dim) { return dim <= 128 && dim % 8 == 0; };
+    return std::same_as<T, __nv_bfloat16> && shape.path == delta_rule_path::tensor_cores && fits(shape.key_dim) &&
+           fits(shape.value_dim) && tokens > 0 && has_delta_hopper<Erases>();
 }
 
 template <bool Erases>
@@ -149,11 +158,15 @@ kernels::delta_walk launch_delta_prepared(delta_call<Erases, T> const& of, CUten
     delta_space const at = own ? space : delta_saved_space<T>(shape, delta_saved_tokens(in), space.sequences);
     char* const prepared = own ? workspace : in.saved.data();
     kernels::delta_walk const walk{
-        of.plan(),       {prepared + at.inverse, reinterpret_cast<kernels::delta_gates*>(prepared + at.gates)},
-        in.state.data(), nullptr,
-        nullptr,         key_heads,
-        group,           delta_scale_of(shape),
-        nullptr};
+        of.plan(),
+        {prepared + at.inverse, reinterpret_cast<kernels::delta_gates*>(prepared + at.gates)},
+        in.state.data(),
+        nullptr,
+        nullptr,
+        key_heads,
+        group,
+        {static_cast<int>(shape.key_dim), static_cast<int>(shape.value_dim)},
+        delta_scale_of(shape)};
     of.make_plan();
     if (made) return walk;
     launch_hopper(of, "delta_rule_prep", kernels::delta_rule_prep<Erases>,
@@ -176,8 +189,8 @@ template <bool Erases, class T>
 void launch_delta_hopper(delta_call<Erases, T> const& of, rows<T> o, std::span<float> last) {
     namespace delta = kernels::delta;
     auto const& [shape, in, space, workspace, stream, here] = of;
-    auto const q = panels_of(in.q, here), k = panels_of(in.k, here), v = panels_of(in.v, here),
-               out = panels_of(o, here);
+    auto const q = panels_of(in.q, shape.key_dim, here), k = panels_of(in.k, shape.key_dim, here),
+               v = panels_of(in.v, shape.value_dim, here), out = panels_of(o, shape.value_dim, here);
     auto walk = launch_delta_prepared(of, k);
     walk.last = last.data();
     walk.snapshots = of.floats(space.snapshots);
@@ -195,12 +208,12 @@ void launch_delta_hopper(delta_call<Erases, T> const& of, rows<T> o, std::span<f
     }
     launch_hopper(of, "delta_rule_main", kernels::delta_rule_main<Erases>, space.stretches * shape.value_heads, 512,
                   sizeof(delta::main_memory<Erases>), q, k, v, out, walk,
-                  kernels::delta_output{delta_view(o), space.states_first && !by_scan});
+                  kernels::delta_output{delta_view(o, shape.value_dim), space.states_first && !by_scan});
 }
 
 template <bool Erases, class T>
 void launch_delta_hopper_fold(delta_call<Erases, T> const& of, std::span<float> maps, std::span<float> ends) {
-    auto const k = panels_of(of.in.k, of.here), v = panels_of(of.in.v, of.here);
+    auto const k = panels_of(of.in.k, of.shape.key_dim, of.here), v = panels_of(of.in.v, of.shape.value_dim, of.here);
     auto walk = launch_delta_prepared(of, k);
     walk.initial = nullptr;
     launch_delta_fold(of, k, v, walk, {maps.data(), ends.data(), true}, of.space.sequences);
@@ -217,7 +230,8 @@ void with_halves(bool enough, F&& f) {
 
 template <bool Erases, class T>
 void launch_delta_hopper_backward_fold(delta_call<Erases, T> const& of, rows<T const> dout, std::span<float> dstates) {
-    auto const q = panels_of(of.in.q, of.here), k = panels_of(of.in.k, of.here), d = panels_of(dout, of.here);
+    auto const q = panels_of(of.in.q, of.shape.key_dim, of.here), k = panels_of(of.in.k, of.shape.key_dim, of.here),
+               d = panels_of(dout, of.shape.value_dim, of.here);
     auto walk = launch_delta_prepared(of, k);
     walk.initial = nullptr;
     walk.last = dstates.data();
@@ -243,8 +257,9 @@ void launch_delta_hopper_backward(delta_call<Erases, T> const& of, rows<T const>
                                   gated_delta_rule_gradients<T> const& to) {
     namespace delta = kernels::delta;
     auto const& [shape, in, space, workspace, stream, here] = of;
-    auto const q = panels_of(in.q, here), k = panels_of(in.k, here), v = panels_of(in.v, here),
-               d = panels_of(dout, here), dv = panels_of(to.dv, here);
+    index_t const keys = shape.key_dim, values = shape.value_dim;
+    auto const q = panels_of(in.q, keys, here), k = panels_of(in.k, keys, here), v = panels_of(in.v, values, here),
+               d = panels_of(dout, values, here), dv = panels_of(to.dv, values, here);
     auto walk = launch_delta_prepared(of, k, !in.saved.empty());
     walk.states = workspace + space.states;
     auto back = walk;
@@ -258,14 +273,15 @@ void launch_delta_hopper_backward(delta_call<Erases, T> const& of, rows<T const>
         launch_hopper(of, "delta_rule_walks", kernels::delta_rule_walks<halves, Erases>,
                       chains * 2 / halves + (both ? along : 2 * chains), kernels::delta_walks_threads<Erases>,
                       Erases ? std::max(bytes, sizeof(delta::dstate_memory<halves>)) : bytes, q, k, v, d, dv, walk,
-                      back, kernels::delta_dvalues{delta_view(to.dv)});
+                      back, kernels::delta_dvalues{delta_view(to.dv, values)});
     });
     launch_hopper(of, "delta_rule_grad", kernels::delta_rule_grad<Erases>,
                   std::min<index_t>(space.chunks * shape.key_heads, multiprocessors()), 512, sizeof(delta::grad_memory),
-                  q, k, v, d, dv, panels_of(to.dq, here), panels_of(to.dk, here),
-                  kernels::delta_gradients{walk.plan, walk.prepared, walk.states, back.states, delta_view(to.dq),
-                                           delta_view(to.dk), delta_view(to.dg), delta_view(to.dbeta), walk.key_heads,
-                                           walk.group, walk.scale, delta_view(to.dv), both && along < chains});
+                  q, k, v, d, dv, panels_of(to.dq, keys, here), panels_of(to.dk, keys, here),
+                  kernels::delta_gradients{walk.plan, walk.prepared, walk.states, back.states, delta_view(to.dq, keys),
+                                           delta_view(to.dk, keys), delta_view(to.dg), delta_view(to.dbeta),
+                                           walk.key_heads, walk.group, walk.scale, delta_view(to.dv, values),
+                                           both && along < chains});
 }
 
 } // namespace cpx::cuda::detail
