@@ -40,6 +40,8 @@ struct head_dims {
     index_t key, value;
 };
 inline constexpr head_dims core_dims[] = {{128, 128}, {64, 64}, {96, 64}, {40, 128}};
+/// How much more roundings are than with keys of 128 channels: the fewer these have, the more they are alike.
+inline double rounding_growth(index_t key_dim) { return std::sqrt(128.0 / static_cast<double>(key_dim)); }
 
 /// The path of bfloat16 and such heads: tensor cores, where there are kernels for them.
 template <class T = __nv_bfloat16>
