@@ -27,11 +27,11 @@ struct work {
     gpu::delta_rule_path path = gpu::delta_rule_path::tensor_cores;
 };
 
-/// Returns the milliseconds that a forward of the gated delta rule was designed for: what its first kernel has to move,
-/// at the speed of a copy, and then clocks of multiprocessors, at the device's highest rate. A chunk of a value head's
-/// outputs takes 3140 of one of them, a chunk of its state two times 881. Where sequences and heads are enough, one
-/// multiprocessor has all of a sequence and head, and no states come first. Else all share the work, which takes no
-/// less than a walk with the state along one sequence.
+/// Returns the milliseconds that the design of the gated delta rule's forward has for it: first what inverses and gates
+/// move, as fast as a copy; then clocks of multiprocessors, at the device's highest rate, 3140 for a chunk's outputs of
+/// a value head and twice 881 for its state, of which there are two halves. Where sequences and heads are enough each
+/// is one multiprocessor's, and no states come first. Else all multiprocessors share the work, and it takes no less
+/// than a walk with the state along a sequence.
 double designed_ms(work const& w, double rate) {
     auto const attribute = [](cudaDeviceAttr which) {
         int value = 0;
@@ -39,13 +39,12 @@ double designed_ms(work const& w, double rate) {
         return static_cast<double>(value);
     };
     double const all = attribute(cudaDevAttrMultiProcessorCount), kilohertz = attribute(cudaDevAttrClockRate);
-    double const heads = static_cast<double>(w.sequences * w.value_heads), steps = static_cast<double>(w.length) / 64;
-    double const keys = 64.0 * 2 * static_cast<double>(w.dim * w.key_heads) / static_cast<double>(w.value_heads);
-    double const moved = keys + 6144 + 7 * 64 * 4 + 2 * 64 * 4; // K, A, gates, and g and beta
-    bool const fill = heads >= 0.9 * all;
-    double const clocks = fill ? steps * std::max(std::ceil(heads / all), 1.0) * 3140
-                               : std::max(steps * 881, steps * heads * (3140 + 2 * 881) / all);
-    return 1e3 * steps * heads * moved / rate + clocks / kilohertz;
+    double const heads = static_cast<double>(w.sequences * w.value_heads), chunks = static_cast<double>(w.length) / 64;
+    double const keys = 64 * 2 * static_cast<double>(w.dim * w.key_heads) / static_cast<double>(w.value_heads);
+    double const bytes = keys + 6144 + (7 + 2) * 64 * 4; // of a chunk and value head: keys, A, gates of g and beta
+    double const clocks = heads >= 0.9 * all ? std::ceil(heads / all) * chunks * 3140
+                                             : std::max(chunks * 881, heads * chunks * (3140 + 2 * 881) / all);
+    return 1e3 * heads * chunks * bytes / rate + clocks / kilohertz;
 }
 
 /// Returns the milliseconds of a forward, or of a backward with what its forward has saved, by replays of a graph, and
@@ -129,9 +128,10 @@ double time(bool back, work const& w, bool decays, double rate, gpu::stream cons
                 back ? "backward" : "forward", scan ? "scan" : "", number(sequences), number(length), number(key_heads),
                 number(value_heads), number(dim), decays ? "decay" : "none",
                 path == gpu::delta_rule_path::plain ? "plain" : "tensor cores", ms, 100 * bytes / (ms * 1e-3) / rate);
+    if (dim == 128) std::printf(" %9.0f", flop / (ms * 1e-3) * 1e-12);
     bool const designed = erases && !back && !scan && path == gpu::delta_rule_path::tensor_cores;
-    dim == 128 ? std::printf(" %9.0f", flop / (ms * 1e-3) * 1e-12) : std::printf(" %9s", "-");
-    designed ? std::printf(" %8.1f%%\n", 100 * designed_ms(w, rate) / ms) : std::printf(" %9s\n", "-");
+    if (designed) std::printf(" %*.1f%%", dim == 128 ? 8 : 18, 100 * designed_ms(w, rate) / ms);
+    std::printf("\n");
     std::fflush(stdout);
     return ms;
 }
@@ -168,11 +168,10 @@ int main(int argc, char** argv) {
     gpu::stream const stream;
     double const rate = timing::copy_bandwidth(stream);
     std::printf("%s, copy of 1 GiB: %.0f GB/s read and written\n", timing::device_name().c_str(), rate * 1e-9);
-    std::printf(
-        "the gated delta rule and a decay a head, bfloat16; of copy: inputs and outputs once; design: what clocks "
-        "and bytes\nof the kernels' design would take, of the time\n");
+    std::printf("the gated delta rule and a decay a head, bfloat16; of copy: inputs and outputs once\n");
+    std::printf("of design: the time of the design's clocks and bytes, of what a forward takes\n");
     std::printf("%-19s %-12s %-6s %3s %-6s %-13s %9s %9s %9s %9s\n", "", "sequences", "heads", "of", "gates", "path",
-                "ms", "of copy", "TFLOP/s", "design");
+                "ms", "of copy", "TFLOP/s", "of design");
     timing::limits limits;
     std::vector<double> of_delta; // ms, of the gated delta rule's work in its order
     std::size_t next = 0;         // of a decay a head, which has the same
