@@ -148,16 +148,12 @@ TEST_SUITE("cuda") {
     TEST_CASE_TEMPLATE("every kernel on few tokens: tensor cores and the plain path are within rounding", Erases,
                        std::true_type, std::false_type) {
         if (!has_gpus()) return;
-        for (head_dims const dim : core_dims) {
-            CAPTURE(dim.key);
-            CAPTURE(dim.value);
-            check_paths<Erases::value>(make<element>({65, 0, 200, 64, 330}, 1, 2, dim.key, dim.value, kind::mild, 31));
-        }
         std::vector<index_t> crowd(64); // of so many that the backward walks along both halves of a head in one block
         crowd[3] = 130, crowd[40] = 64, crowd[63] = 1;
         for (head_dims const dim : core_dims) {
             CAPTURE(dim.key);
             CAPTURE(dim.value);
+            check_paths<Erases::value>(make<element>({65, 0, 200, 64, 330}, 1, 2, dim.key, dim.value, kind::mild, 31));
             check_paths<Erases::value>(make<element>(crowd, 1, 1, dim.key, dim.value, kind::mild, 32));
         }
     }
