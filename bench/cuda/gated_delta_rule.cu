@@ -17,23 +17,43 @@ using timing::random;
 namespace gpu = cpx::cuda;
 using element = __nv_bfloat16;
 
-constexpr index_t dim = 128;
-
 /// What is timed: a decay a head erases nothing.
 struct work {
     bool erases = true;
     index_t key_heads = 16, value_heads = 32, sequences = 1, length = 0;
     double forward = 0, backward = 0; ///< ms at most; 0: no limit
     bool scan = false;                ///< of the forward alone
+    index_t dim = 128;                ///< channels of keys and of values
+    gpu::delta_rule_path path = gpu::delta_rule_path::tensor_cores;
 };
+
+/// Returns the milliseconds that the design of the gated delta rule's forward has for it: first what inverses and gates
+/// move, as fast as a copy; then clocks of multiprocessors, at the device's highest rate, 3140 for a chunk's outputs of
+/// a value head and twice 881 for its state, of which there are two halves. Where sequences and heads are enough each
+/// is one multiprocessor's, and no states come first. Else all multiprocessors share the work, and it takes no less
+/// than a walk with the state along a sequence.
+double designed_ms(work const& w, double rate) {
+    auto const attribute = [](cudaDeviceAttr which) {
+        int value = 0;
+        gpu::check(cudaDeviceGetAttribute(&value, which, gpu::current_device()), "cudaDeviceGetAttribute");
+        return static_cast<double>(value);
+    };
+    double const all = attribute(cudaDevAttrMultiProcessorCount), kilohertz = attribute(cudaDevAttrClockRate);
+    double const heads = static_cast<double>(w.sequences * w.value_heads), chunks = static_cast<double>(w.length) / 64;
+    double const keys = 64 * 2 * static_cast<double>(w.dim * w.key_heads) / static_cast<double>(w.value_heads);
+    double const bytes = keys + 6144 + (7 + 2) * 64 * 4; // of a chunk and value head: keys, A, gates of g and beta
+    double const clocks = heads >= 0.9 * all ? std::ceil(heads / all) * chunks * 3140
+                                             : std::max(chunks * 881, heads * chunks * (3140 + 2 * 881) / all);
+    return 1e3 * heads * chunks * bytes / rate + clocks / kilohertz;
+}
 
 /// Returns the milliseconds of a forward, or of a backward with what its forward has saved, by replays of a graph, and
 /// prints them.
 double time(bool back, work const& w, bool decays, double rate, gpu::stream const& stream) {
     bool const erases = w.erases, scan = w.scan;
     index_t const key_heads = w.key_heads, value_heads = w.value_heads, sequences = w.sequences, length = w.length;
-    index_t const tokens = sequences * length;
-    float const most = std::sqrt(3.0f / dim);
+    index_t const tokens = sequences * length, dim = w.dim;
+    float const most = std::sqrt(3.0f / static_cast<float>(dim));
     auto const q = random<element>(tokens * key_heads * dim, 1, -most, most);
     auto const k = random<element>(tokens * key_heads * dim, 2, -most, most);
     auto const v = random<element>(tokens * value_heads * dim, 3, -1, 1);
@@ -47,7 +67,12 @@ double time(bool back, work const& w, bool decays, double rate, gpu::stream cons
         dk(tokens * key_heads * dim);
     auto const last = random<float>(sequences * value_heads * dim * dim, 7, -1, 1);
     gpu::buffer<float> const dg(tokens * value_heads), dbeta(tokens * value_heads);
-    gpu::gated_delta_rule_shape const shape{.key_heads = key_heads, .value_heads = value_heads, .scan = scan};
+    gpu::gated_delta_rule_shape const shape{.key_heads = key_heads,
+                                            .value_heads = value_heads,
+                                            .key_dim = dim,
+                                            .value_dim = dim,
+                                            .scan = scan,
+                                            .path = w.path};
     gpu::buffer<char> const saved(back && erases ? gpu::gated_delta_rule_saved<element>(shape, tokens, sequences) : 0);
     bool const saves = saved.size() > 0;
     gpu::buffer<char> const space(std::max(
@@ -87,23 +112,26 @@ double time(bool back, work const& w, bool decays, double rate, gpu::stream cons
     if (back) run(false); // leaves what the backward reads
     harness::graph const graph(stream, [&] { run(back); });
     double const ms = static_cast<double>(timing::median_ms(
-        stream, [&] { graph.launch(stream); }, [] {}, 5, 9));
+        stream, [&] { graph.launch(stream); }, [] {}, w.path == gpu::delta_rule_path::plain ? 1 : 5, 9));
     // forward: q, k, v, o and gates; back: q, k, v, dout, gates, and the gradients of all but dout
     double const key_rows = (back ? 8.0 : 4.0) * static_cast<double>(key_heads);
     double const value_rows = (back ? 6.0 : 4.0) * static_cast<double>(value_heads);
     double const bytes =
-        static_cast<double>(tokens) *
-        (dim * (key_rows + value_rows) + (back ? 8.0 : 4.0) * (erases ? 2 : 1) * static_cast<double>(value_heads));
+        static_cast<double>(tokens) * (static_cast<double>(dim) * (key_rows + value_rows) +
+                                       (back ? 8.0 : 4.0) * (erases ? 2 : 1) * static_cast<double>(value_heads));
     double const flop = static_cast<double>(tokens * value_heads) / 64 *
                         (erases ? back ? 31.5e6 : 10.49e6
                          : back ? 15.7e6
                                 : 6.29e6);
-    std::printf("%-5s %-8s %-4s %2td x %-7td %2td/%-3td %-8s %-13s %9.4f %8.1f%% %9.0f\n", erases ? "delta" : "decay",
-                back ? "backward" : "forward", scan ? "scan" : "", static_cast<std::ptrdiff_t>(sequences),
-                static_cast<std::ptrdiff_t>(length), static_cast<std::ptrdiff_t>(key_heads),
-                static_cast<std::ptrdiff_t>(value_heads), decays ? "decay" : "none",
-                path == gpu::delta_rule_path::plain ? "plain" : "tensor cores", ms, 100 * bytes / (ms * 1e-3) / rate,
-                flop / (ms * 1e-3) * 1e-12);
+    auto const number = [](index_t n) { return static_cast<std::ptrdiff_t>(n); };
+    std::printf("%-5s %-8s %-4s %2td x %-7td %2td/%-3td %3td %-6s %-13s %9.4f %8.1f%%", erases ? "delta" : "decay",
+                back ? "backward" : "forward", scan ? "scan" : "", number(sequences), number(length), number(key_heads),
+                number(value_heads), number(dim), decays ? "decay" : "none",
+                path == gpu::delta_rule_path::plain ? "plain" : "tensor cores", ms, 100 * bytes / (ms * 1e-3) / rate);
+    if (dim == 128) std::printf(" %9.0f", flop / (ms * 1e-3) * 1e-12);
+    bool const designed = erases && !back && !scan && path == gpu::delta_rule_path::tensor_cores;
+    if (designed) std::printf(" %*.1f%%", dim == 128 ? 8 : 18, 100 * designed_ms(w, rate) / ms);
+    std::printf("\n");
     std::fflush(stdout);
     return ms;
 }
@@ -111,7 +139,7 @@ double time(bool back, work const& w, bool decays, double rate, gpu::stream cons
 /// Returns the milliseconds of a step of decoding of many sequences, 16 key heads and 32 value heads, and prints them;
 /// of copy: states there and back.
 double time_step(index_t sequences, double rate, gpu::stream const& stream) {
-    constexpr index_t key_heads = 16, value_heads = 32;
+    constexpr index_t key_heads = 16, value_heads = 32, dim = 128;
     auto const rows_of = [&](auto const& b) { return rows(b.data(), sequences, b.size() / sequences); };
     auto const q = random<element>(sequences * key_heads * dim, 1, -0.1f, 0.1f),
                k = random<element>(sequences * key_heads * dim, 2, -0.1f, 0.1f),
@@ -140,22 +168,27 @@ int main(int argc, char** argv) {
     gpu::stream const stream;
     double const rate = timing::copy_bandwidth(stream);
     std::printf("%s, copy of 1 GiB: %.0f GB/s read and written\n", timing::device_name().c_str(), rate * 1e-9);
-    std::printf("the gated delta rule and a decay a head, bfloat16, heads of %d; of copy: inputs and outputs once\n",
-                int(dim));
-    std::printf("%-19s %-12s %-6s %-8s %-13s %9s %9s %9s\n", "", "sequences", "heads", "gates", "path", "ms", "of copy",
-                "TFLOP/s");
+    std::printf("the gated delta rule and a decay a head, bfloat16; of copy: inputs and outputs once\n");
+    std::printf("of design: the time of the design's clocks and bytes, of what a forward takes\n");
+    std::printf("%-19s %-12s %-6s %3s %-6s %-13s %9s %9s %9s %9s\n", "", "sequences", "heads", "of", "gates", "path",
+                "ms", "of copy", "TFLOP/s", "of design");
     timing::limits limits;
-    std::vector<double> of_delta; // ms, of the gated delta rule's work in its order
-    std::size_t next = 0;         // of a decay a head, which has the same
-    for (work const& w :
-         {work{true, 16, 32, 1, 32768, 0.55, 1.5}, work{true, 16, 32, 4, 8192, 0.36, 1.5},
-          work{true, 16, 32, 1, 8192, 0.20, 0.45}, work{true, 16, 32, 1, 131072, 2.3, 6.0}, work{true, 2, 8, 1, 32768},
-          work{true, 2, 8, 1, 32768, 0.24, 0, true}, work{true, 16, 32, 1, 32768, 0, 0, true}, work{false, 16, 32, 1, 32768}, work{false, 16, 32, 4, 8192},
-          work{false, 16, 32, 1, 8192}, work{false, 16, 32, 1, 131072}, work{false, 2, 8, 1, 32768},
-          work{false, 2, 8, 1, 32768, 0, 0, true}})
-        for (bool const back : {false, true})
+    // Forwards first: a backward heats the GPU more than they do.
+    for (bool const back : {false, true}) {
+        std::vector<double> of_delta; // ms, of the gated delta rule's work in its order
+        std::size_t next = 0;         // of a decay a head, which has the same
+        for (work const& w :
+             {work{true, 16, 32, 1, 32768, 0.55, 1.5}, work{true, 16, 32, 4, 8192, 0.36, 1.5},
+              work{true, 16, 32, 1, 8192, 0.20, 0.45}, work{true, 16, 32, 1, 131072, 2.3, 6.0},
+              work{true, 2, 8, 1, 32768}, work{true, 2, 8, 1, 32768, 0.24, 0, true}, work{false, 16, 32, 1, 32768},
+              work{false, 16, 32, 4, 8192}, work{false, 16, 32, 1, 8192}, work{false, 16, 32, 1, 131072},
+              work{false, 2, 8, 1, 32768}, work{false, 2, 8, 1, 32768, 0, 0, true},
+              work{true, 16, 32, 1, 32768, 0, 0, false, 64}, work{true, 16, 32, 4, 8192, 0, 0, false, 64},
+              work{true, 16, 32, 1, 32768, 0, 0, false, 64, gpu::delta_rule_path::plain},
+              work{true, 16, 32, 4, 8192, 0, 0, false, 64, gpu::delta_rule_path::plain}}) {
+            if (back && w.scan) continue;
             for (bool const decays : {true, false}) {
-                if (back && w.scan) continue;
+                if (!decays && w.path == gpu::delta_rule_path::plain) continue; // its time is the same
                 double const ms = time(back, w, decays, rate, stream);
                 if (w.erases) of_delta.push_back(ms);
                 double const limit = !w.erases ? of_delta[next++] : back ? w.backward : w.forward;
@@ -166,6 +199,8 @@ int main(int argc, char** argv) {
                                    std::to_string(w.value_heads) + " heads" + (decays ? "" : ", no decay") + ", us",
                                1000 * ms, 1000 * limit, "us");
             }
+        }
+    }
     for (index_t const sequences : {1, 16, 256}) {
         double const ms = time_step(sequences, rate, stream);
         if (sequences == 256) limits.at_most("step of decoding, 256 sequences, us", 1000 * ms, 350, "us");

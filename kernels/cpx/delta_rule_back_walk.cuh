@@ -27,7 +27,7 @@ struct dstate_memory {
 
 /// What a walk back writes besides gradients of states after chunks, `delta_walk::states`.
 struct delta_dvalues {
-    delta_rows<__nv_bfloat16> rows; ///< dV: (tokens, value heads * 128)
+    delta_head_rows rows; ///< dV, of value heads
 };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -45,7 +45,7 @@ struct back_walk {
     layout& memory;
     int heads, first_half, head, number; ///< value heads in all; of the walk, as the number of its sequence
     delta_sequence sequence;
-    int chunks, channel; ///< of the sequence; the first of the walk
+    int chunks; ///< of the sequence
 
     // A warp each:
     __device__ void load_keys(CUtensorMap const& queries, CUtensorMap const& keys, int lane) const;
@@ -64,7 +64,6 @@ __device__ __forceinline__ void back_walk<Halves>::load_keys(CUtensorMap const& 
                                                              int lane) const {
     ring<stages> r;
     ring<dout_stages> d;
-    int const column = 128 * (head / in.group);
     for (int c = chunks - 1, landings = 0; c >= 0; --c, r.next(), d.next()) {
         int const row = sequence.chunk_begin(c), n = sequence.chunk_end(c) - row;
         std::int64_t const place = std::int64_t{sequence.first_chunk + c} * heads + head;
@@ -73,8 +72,8 @@ __device__ __forceinline__ void back_walk<Halves>::load_keys(CUtensorMap const& 
         wait(memory.empty[r.at], r.parity ^ 1);
         if (lane == 0) {
             full.arrive_and_expect_tx(4 * panel_bytes + all_gates.bytes());
-            load_panels<2>(queries, full, memory.queries[r.at], column, row);
-            load_panels<2>(keys, full, memory.keys[r.at], column, row);
+            load_panels<2>(queries, full, memory.queries[r.at], head / in.group, row);
+            load_panels<2>(keys, full, memory.keys[r.at], head / in.group, row);
             load_gates(in.prepared, place, full, memory.gates[r.at], all_gates);
         }
         wait(memory.inverse_empty[d.at], d.parity ^ 1);
@@ -106,7 +105,7 @@ __device__ __forceinline__ void back_walk<Halves>::load_dout(CUtensorMap const& 
         wait(memory.dout_empty[d.at], d.parity ^ 1);
         if (lane == 0) {
             full.arrive_and_expect_tx(Halves * panel_bytes);
-            load_panels<Halves>(dout, full, memory.dout[d.at][0], channel, row);
+            load_panels<Halves>(dout, full, memory.dout[d.at][0], head, row, first_half);
         }
         __syncwarp();
         if (whole) continue;
@@ -126,7 +125,7 @@ __device__ __forceinline__ void back_walk<Halves>::store_values(CUtensorMap cons
     for (int c = chunks - 1; c >= 0; --c, d.next()) {
         int const begin = sequence.chunk_begin(c), n = sequence.chunk_end(c) - begin;
         wait(memory.dvalues_full[d.at][own], d.parity);
-        store_rows(dvalues, to.rows, memory.dout[d.at][own], channel + 64 * own, begin, n);
+        store_rows(dvalues, to.rows, memory.dout[d.at][own], head, first_half + own, begin, n);
         arrive_warp(memory.dout_empty[d.at]);
         if (int const done = chunks - c; lane == 0 && (done % walk_chunks == 0 || c == 0)) {
             asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); // CUTLASS's waits for reads alone

@@ -143,13 +143,13 @@ template <int Halves>
 template <bool Folds>
 __device__ __forceinline__ void back_walk<Halves>::carry_gradient(int group) const {
     carried_gradient<Halves, Folds> gradient(*this, group);
-    load_state(in.initial ? in.initial + in.state_of(number, head) : nullptr, gradient.half, gradient.s);
+    load_state(in.initial ? in.initial + in.given_of(number, head) : nullptr, in.dims, gradient.half, gradient.s);
     if constexpr (!Folds)
         gradient.trace += in.half_of(sequence.first_chunk + chunks - 1, head, gradient.half) * (state_bytes / 2);
     if (chunks > 0) gradient.await_chunk();
     if (both && group == 3 && chunks > 0) give_turn(2);
     for (int i = 0; i < chunks; ++i) gradient.pass_chunk(i);
-    if (in.last) store_state(gradient.s, gradient.half, in.last + in.state_of(number, head));
+    if (in.last) store_state(gradient.s, in.dims, gradient.half, in.last + in.given_of(number, head));
 }
 
 /// Clears what is never written, and makes the barriers.
@@ -189,8 +189,7 @@ __device__ __forceinline__ void walk_back(CUtensorMap const& queries, CUtensorMa
     int const head = block * Halves / 2 % heads, number = block * Halves / 2 / heads;
     delta_sequence const sequence = in.plan.sequences[number];
     int const chunks = sequence.chunks, group = static_cast<int>(threadIdx.x) / 128;
-    int const channel = 128 * head + 64 * first_half;
-    back_walk<Halves> const walk{in, memory, heads, first_half, head, number, sequence, chunks, channel};
+    back_walk<Halves> const walk{in, memory, heads, first_half, head, number, sequence, chunks};
     if (group == 0) {
         cutlass::arch::warpgroup_reg_dealloc<40>();
         int const warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;

@@ -24,12 +24,12 @@ namespace cpx::kernels {
 struct delta_gradients {
     delta_plan plan;
     delta_prepared prepared;
-    char const *states, *dstates;     ///< of the walks: before chunks, and gradients after them
-    delta_rows<__nv_bfloat16> dq, dk; ///< (tokens, key heads * 128)
-    delta_rows<float> dg, dbeta;      ///< (tokens, value heads)
+    char const *states, *dstates; ///< of the walks: before chunks, and gradients after them
+    delta_head_rows dq, dk;       ///< of key heads
+    delta_rows<float> dg, dbeta;  ///< (tokens, value heads)
     int key_heads, group;
     float scale;
-    delta_rows<__nv_bfloat16> dv{}; ///< (tokens, value heads * 128), where nothing is erased; else a walk has made them
+    delta_head_rows dv{};            ///< of value heads, where nothing is erased; else a walk has made them
     bool first_chunks_first = false; ///< of a sequence; else the last ones, as the walk back ends last
 };
 
@@ -237,7 +237,7 @@ struct grad_block {
     __device__ void load(CUtensorMap const& queries, CUtensorMap const& keys, CUtensorMap const& values,
                          CUtensorMap const& dout, CUtensorMap const& dvalues);
     __device__ void multiply_states();
-    __device__ void store(CUtensorMap const& map, delta_rows<__nv_bfloat16> const& to, char const* panels, int head,
+    __device__ void store(CUtensorMap const& map, delta_head_rows const& to, char const* panels, int head,
                           barrier& full, int parity);
     __device__ void write_gates(CUtensorMap const& dqueries, CUtensorMap const& dkeys, CUtensorMap const& dvalues);
     // A warpgroup each:

@@ -47,7 +47,7 @@ __device__ __forceinline__ void grad_block<Erases>::load(CUtensorMap const& quer
         }
         auto const load_of_task = [&](barrier& full, CUtensorMap const& map, char* to) {
             load_tokens(full, memory->landed, landings, task().n, 2 * panel_bytes,
-                        [&](barrier& b) { load_panels<2>(map, b, to, 128 * task().head, task().begin); });
+                        [&](barrier& b) { load_panels<2>(map, b, to, task().head, task().begin); });
             if (task().n == delta_chunk) return;
             clear_rows(to, task().n);
             clear_rows(to + panel_bytes, task().n);
@@ -80,9 +80,9 @@ __device__ __forceinline__ void grad_block<Erases>::load(CUtensorMap const& quer
                 wait(memory->values_empty, parity);
                 barrier& b = own.n == delta_chunk ? memory->values_full : memory->landed;
                 b.arrive_and_expect_tx(panels * panel_bytes);
-                load_panels<2>(values, b, memory->values, 128 * head, own.begin);
-                load_panels<2>(dout, b, memory->dout, 128 * head, own.begin);
-                if constexpr (Erases) load_panels<2>(dvalues, b, memory->dy, 128 * head, own.begin);
+                load_panels<2>(values, b, memory->values, head, own.begin);
+                load_panels<2>(dout, b, memory->dout, head, own.begin);
+                if constexpr (Erases) load_panels<2>(dvalues, b, memory->dy, head, own.begin);
             }
             __syncwarp();
             if (task().n < delta_chunk) {
@@ -129,14 +129,13 @@ __device__ __forceinline__ void grad_block<Erases>::multiply_states() {
         nothing);
 }
 
-/// Stores a task's gradient, of 128 columns of a head, when the panels have it; returns when they have been read.
+/// Stores a task's gradient, of a head, when the panels have it; returns when they have been read.
 template <bool Erases>
-__device__ __forceinline__ void grad_block<Erases>::store(CUtensorMap const& map, delta_rows<__nv_bfloat16> const& to,
+__device__ __forceinline__ void grad_block<Erases>::store(CUtensorMap const& map, delta_head_rows const& to,
                                                           char const* panels, int head, barrier& full, int parity) {
     wait(full, parity);
 #pragma unroll 1
-    for (int i = 0; i < 2; ++i)
-        store_rows(map, to, panels + i * panel_bytes, 128 * head + 64 * i, task().begin, task().n);
+    for (int i = 0; i < 2; ++i) store_rows(map, to, panels + i * panel_bytes, head, i, task().begin, task().n);
     __syncwarp();
 }
 

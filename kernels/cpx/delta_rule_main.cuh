@@ -13,6 +13,12 @@
 
 namespace cpx::kernels {
 
+/// Rows of heads of `dim` channels, a multiple of 8 up to 128, that are written: (tokens, heads, channels).
+struct delta_head_rows {
+    delta_rows<__nv_bfloat16> rows;
+    int dim;
+};
+
 namespace delta {
 
 template <bool Erases>
@@ -26,29 +32,31 @@ struct main_memory : erasing_memory<Erases, 3> {
     barrier aux_full[2], aux_empty[2], landed, values_landed;
 };
 
-/// Stores n rows of a panel, from (row, column) on, by a warp; returns when the panel has been read.
-__device__ __forceinline__ void store_rows(CUtensorMap const& map, delta_rows<__nv_bfloat16> const& rows,
-                                           char const* panel, int column, int row, int n) {
+/// Stores n rows of half the channels of a head, a panel, from `row` on, by a warp; returns when the panel has been
+/// read. What is beyond the head's channels is not written.
+__device__ __forceinline__ void store_rows(CUtensorMap const& map, delta_head_rows const& to, char const* panel,
+                                           int head, int half, int row, int n) {
     int const lane = static_cast<int>(threadIdx.x) % 32;
     if (n == delta_chunk) {
         if (lane == 0) {
-            cute::SM90_TMA_STORE_2D::copy(&map, panel, column, row);
+            cute::SM90_TMA_STORE_3D::copy(&map, panel, 64 * half, row, head);
             cute::tma_store_arrive();
             cute::tma_store_wait<0>();
         }
     } else {
 #pragma unroll 1
         for (int i = lane; i < n * 8; i += 32)
-            *reinterpret_cast<uint4*>(rows.at(row + i / 8) + column + i % 8 * 8) =
-                *reinterpret_cast<uint4 const*>(panel + swizzled(i / 8, i % 8));
+            if (int const channel = 64 * half + i % 8 * 8; channel < to.dim)
+                *reinterpret_cast<uint4*>(to.rows.at(row + i / 8) + head * to.dim + channel) =
+                    *reinterpret_cast<uint4 const*>(panel + swizzled(i / 8, i % 8));
     }
 }
 
 } // namespace delta
 
-/// What `delta_rule_main` writes: (tokens, value heads * 128).
+/// What `delta_rule_main` writes, of value heads.
 struct delta_output {
-    delta_rows<__nv_bfloat16> rows;
+    delta_head_rows rows;
     bool after_state; ///< launched early after `delta_rule_state`, whose flags it awaits; else after all before it
 };
 
@@ -105,8 +113,8 @@ __device__ __forceinline__ void main_block<Erases>::load_keys(CUtensorMap const&
                                                               barrier& full, int at, int c) const {
     int const row = sequence.chunk_begin(c);
     full.arrive_and_expect_tx(4 * panel_bytes + (Erases ? triangle_bytes : 0) + all_gates.bytes());
-    load_panels<2>(queries, full, memory.queries[at], 128 * (head / in.group), row);
-    load_panels<2>(keys, full, memory.keys[at], 128 * (head / in.group), row);
+    load_panels<2>(queries, full, memory.queries[at], head / in.group, row);
+    load_panels<2>(keys, full, memory.keys[at], head / in.group, row);
     std::int64_t const place = std::int64_t{sequence.first_chunk + c} * heads + head;
     if constexpr (Erases)
         load_prepared(in.prepared, place, full, memory.inverse[at], memory.gates[at], all_gates);
@@ -130,7 +138,7 @@ __device__ __forceinline__ void main_block<Erases>::load(CUtensorMap const& quer
         wait(memory.values_empty[r.at], r.parity ^ 1);
         if (lane == 0) {
             values_full.arrive_and_expect_tx(2 * panel_bytes);
-            load_panels<2>(values, values_full, memory.values[r.at][0], 128 * head, row);
+            load_panels<2>(values, values_full, memory.values[r.at][0], head, row);
         }
         __syncwarp();
         if (whole) continue;
@@ -151,13 +159,12 @@ __device__ __forceinline__ void main_block<Erases>::load(CUtensorMap const& quer
 template <bool Erases>
 __device__ __forceinline__ void main_block<Erases>::store(CUtensorMap const& outputs, delta_output const& to,
                                                           int half) const {
-    int const channel = 128 * head + 64 * half;
     ring<stages> r;
     for (int c = first; c < last; ++c, r.next()) {
         int const begin = sequence.chunk_begin(c), n = sequence.chunk_end(c) - begin;
         char* const out = memory.values[r.at][half];
         wait(memory.out_full[r.at][half], r.parity);
-        store_rows(outputs, to.rows, out, channel, begin, n);
+        store_rows(outputs, to.rows, out, head, half, begin, n);
         arrive_warp(memory.values_empty[r.at]);
     }
 }
@@ -252,7 +259,7 @@ __device__ __forceinline__ void main_block<Erases>::carry(delta_stretch const& s
     int const count = last - first, half = group - 2;
     half_state s;
     if (stretch.number == 0) {
-        load_state(in.initial ? in.initial + in.state_of(stretch.sequence, head) : nullptr, half, s);
+        load_state(in.initial ? in.initial + in.given_of(stretch.sequence, head) : nullptr, in.dims, half, s);
     } else {
         auto const place = in.half_of(sequence.first_stretch + stretch.number, head, half);
         if (to.after_state && threadIdx.x % 128 == 0) await(in.plan.flags + place, 1);
@@ -314,11 +321,12 @@ __device__ __forceinline__ void main_block<Erases>::carry(delta_stretch const& s
         cutlass::arch::fence_view_async_shared();
         arrive_warp(memory.out_full[at][half]);
     }
-    int block = static_cast<int>(blockIdx.x);
-    asm volatile("" : "+r"(block)); // or what follows would be kept in registers that are wanted above
-    delta_stretch const done = in.plan.stretches[block / heads];
+    int block = static_cast<int>(blockIdx.x), all = in.group;
+    asm volatile("" : "+r"(block), "+r"(all)); // or what follows would be kept in registers that are wanted above
+    all *= in.key_heads;
+    delta_stretch const done = in.plan.stretches[block / all];
     if (in.last && done.number + 1 == in.plan.sequences[done.sequence].stretches)
-        store_state(s, half, in.last + in.state_of(done.sequence, block % heads));
+        store_state(s, in.dims, half, in.last + in.given_of(done.sequence, block % all));
 }
 
 } // namespace delta

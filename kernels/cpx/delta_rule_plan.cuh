@@ -21,6 +21,16 @@ struct delta_rows {
     __device__ __forceinline__ T* at(std::int64_t row) const { return data + row * stride; }
 };
 
+/// Channels of a key head and of a value head.
+struct delta_dims {
+    int key, value;
+
+    /// Returns an element of a state of these, key channels first; zero beyond them.
+    __device__ __forceinline__ float read(float const* state, int of_key, int of_value) const {
+        return of_key < key && of_value < value ? state[of_key * value + of_value] : 0.0f;
+    }
+};
+
 /// A segment of a sequence. Its chunk c is rows [origin + 64 c, origin + 64 c + 64), as far as they are its own.
 struct delta_sequence {
     int begin, end; ///< rows

@@ -257,7 +257,7 @@ __device__ __forceinline__ void compute_gates(float const* g, float const* beta,
 
 } // namespace delta
 
-/// Inputs of `delta_rule_prep`; keys: (tokens, key heads * 128) bfloat16, of norm at most 1, in panels.
+/// Inputs of `delta_rule_prep`; keys: (tokens, key heads, key channels) bfloat16, of norm at most 1, in panels.
 struct delta_prep_input {
     delta_plan plan;
     delta_rows<float const> g, beta; ///< (tokens, value heads); no beta where nothing is erased
@@ -318,8 +318,8 @@ static __global__ void __launch_bounds__(128, 5)
     int const n = sequence.chunk_end(chunk - sequence.first_chunk) - begin;
     if (Erases && threadIdx.x == 0) { // of a head that there is not zeros come
         memory.full.arrive_and_expect_tx(4 * panel_bytes);
-        load_panels<2>(keys, memory.full, memory.keys[0], 128 * first_head, begin);
-        load_panels<2>(keys, memory.full, memory.keys[1], 128 * first_head + 128, begin);
+        load_panels<2>(keys, memory.full, memory.keys[0], first_head, begin);
+        load_panels<2>(keys, memory.full, memory.keys[1], first_head + 1, begin);
     }
     load_gates<Erases>(in, first_head, first_number, begin, n, memory);
     __syncthreads();

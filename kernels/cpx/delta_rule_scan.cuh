@@ -15,9 +15,26 @@ struct delta_steps {
     bool last_wanted;   ///< steps of last stretches are wanted, too
 };
 
-/// Where the steps of sequences lie, key channels first, (sequences, value heads, 128, 128) each; null: not wanted.
+/// Where the steps of sequences lie, key channels first, (sequences, value heads) of the walk's channels each; null: not
+/// wanted.
 struct delta_totals {
     float *maps, *ends;
+
+    /// Where half a step, of these value channels from `value` on, or a state goes.
+    struct place {
+        float* to;
+        delta_dims dims;
+        __device__ __forceinline__ void put(int key, int value, float x) const {
+            if (key < dims.key && value < dims.value) to[key * dims.value + value] = x;
+        }
+    };
+    /// Returns where M or E of a sequence goes or, if no totals are wanted, the state after it.
+    __device__ __forceinline__ place of(delta_walk const& in, int sequence, int head, bool of_map) const {
+        float* const all = of_map ? maps : ends ? ends : in.last;
+        delta_dims const dims{in.dims.key, of_map ? in.dims.key : in.dims.value};
+        std::int64_t const number = std::int64_t{sequence} * in.key_heads * in.group + head;
+        return {all ? all + number * dims.key * dims.value : nullptr, dims};
+    }
 };
 
 namespace delta {
@@ -65,13 +82,13 @@ __device__ __forceinline__ void load_fold(CUtensorMap const& keys, CUtensorMap c
         if (threadIdx.x == 0) {
             full.arrive_and_expect_tx((of.of_map ? 2 : 2 + Halves) * panel_bytes + (Erases ? triangle_bytes : 0) +
                                       step_gates.bytes());
-            load_panels<2>(keys, full, memory.keys[r.at], 128 * (head / in.group), row);
+            load_panels<2>(keys, full, memory.keys[r.at], head / in.group, row);
             std::int64_t const place = std::int64_t{of.sequence.first_chunk + c} * heads + head;
             if constexpr (Erases)
                 load_prepared(in.prepared, place, full, memory.inverse[r.at], memory.gates[r.at], step_gates);
             else
                 load_gates(in.prepared, place, full, memory.gates[r.at], step_gates);
-            if (!of.of_map) load_panels<Halves>(values, full, memory.values[r.at][0], 128 * head + 64 * of.half, row);
+            if (!of.of_map) load_panels<Halves>(values, full, memory.values[r.at][0], head, row, of.half);
         }
         __syncwarp();
         if (whole) continue;
@@ -96,7 +113,7 @@ __device__ __forceinline__ void fold_half(delta_walk const& in, delta_steps cons
     if (of.of_map)
         for_each_word([&](int i, int value, int key) { s[i] = 64 * half + value == key ? 1.0f : 0.0f; });
     else
-        load_state(begin, half, s);
+        load_state(begin, in.dims, half, s);
     ring<fold_memory<Erases, Halves>::stages> r;
     ring<2> x;
     std::uint32_t v[16] = {};
@@ -189,7 +206,7 @@ static __global__ void __launch_bounds__(delta_fold_threads<Erases, Halves>, 1)
         if (to.before_known && of.of_map && stretch.number == 0) return;
         of.first = stretch.number * in.plan.cut.chunks, of.last = in.plan.end_of(of.sequence, stretch.number);
         if (stretch.number == 0 && to.before_known && in.initial)
-            begin = in.initial + in.state_of(stretch.sequence, of.head);
+            begin = in.initial + in.given_of(stretch.sequence, of.head);
     }
     if (group == 0) {
         cutlass::arch::warpgroup_reg_dealloc<40>();
@@ -228,8 +245,8 @@ static __global__ void __launch_bounds__(512, 1)
     int const thread = static_cast<int>(threadIdx.x), keys = thread % 64 * 2, share = thread / 64;
     int const key = thread % 128, own_columns = thread / 128 * 2; // of the sums
     delta_sequence const sequence = in.plan.sequences[number];
-    float* const last = of_map ? totals.maps : totals.ends ? totals.ends : in.last;
-    int const count = sequence.stretches - (last ? 0 : 1), first_product = in.initial ? 0 : 1;
+    auto const last = totals.of(in, number, head, of_map);
+    int const count = sequence.stretches - (last.to ? 0 : 1), first_product = in.initial ? 0 : 1;
     auto const step_of = [&](float const* of, int stretch) {
         return of + in.state_of(sequence.first_stretch + stretch, head);
     };
@@ -245,9 +262,9 @@ static __global__ void __launch_bounds__(512, 1)
     };
     if (first_product < count) load(first_product);
     if (in.initial) {
-        float const* const from = in.initial + in.state_of(number, head) + key * 128 + first + own_columns;
+        float const* const from = in.initial + in.given_of(number, head);
 #pragma unroll
-        for (int v = 0; v < 2; ++v) state[key][own_columns + v] = from[v];
+        for (int v = 0; v < 2; ++v) state[key][own_columns + v] = in.dims.read(from, key, first + own_columns + v);
         __syncthreads();
     }
     for (int stretch = 0; stretch < count; ++stretch) {
@@ -289,11 +306,9 @@ static __global__ void __launch_bounds__(512, 1)
 #pragma unroll
             for (int v = 0; v < 2; ++v) to[place_of_word(first + own_columns + v, key)] = own[v];
         }
-        if (last && stretch + 1 == count) {
-            float* const to = last + in.state_of(number, head) + key * 128 + first + own_columns;
+        if (last.to && stretch + 1 == count)
 #pragma unroll
-            for (int v = 0; v < 2; ++v) to[v] = own[v];
-        }
+            for (int v = 0; v < 2; ++v) last.put(key, first + own_columns + v, own[v]);
 #pragma unroll
         for (int v = 0; v < 2; ++v) state[key][own_columns + v] = own[v];
         __syncthreads();
@@ -324,8 +339,8 @@ static __global__ void __launch_bounds__(256, 2)
     delta_stretch const stretch = in.plan.stretches[blockIdx.z];
     delta_sequence const sequence = in.plan.sequences[stretch.sequence];
     bool const at_end = stretch.number + 1 == sequence.stretches;
-    float* const last = of_map ? totals.maps : totals.ends ? totals.ends : in.last;
-    if (at_end ? !last : !in.snapshots) return;
+    auto const last = totals.of(in, stretch.sequence, head, of_map);
+    if (at_end ? !last.to : !in.snapshots) return;
     int const thread = static_cast<int>(threadIdx.x), keys = thread % 32 * 4, values = thread / 32 * 8;
     auto const place = in.state_of(sequence.first_stretch + stretch.number, head);
     float sum[8][4];
@@ -336,10 +351,9 @@ static __global__ void __launch_bounds__(256, 2)
         sum[v][0] = four.x, sum[v][1] = four.y, sum[v][2] = four.z, sum[v][3] = four.w;
     }
     if (in.initial) {
-        float const* const from = in.initial + in.state_of(stretch.sequence, head) + 64 * half;
-        for (int i = thread; i < 128 * 16; i += 256)
-            *reinterpret_cast<float4*>(&state[i / 16][i % 16 * 4]) =
-                *reinterpret_cast<float4 const*>(from + i / 16 * 128 + i % 16 * 4);
+        float const* const from = in.initial + in.given_of(stretch.sequence, head);
+        for (int i = thread; i < 128 * 64; i += 256)
+            state[i / 64][i % 64] = in.dims.read(from, i / 64, 64 * half + i % 64);
         __syncthreads();
         float const number =
             Erases ? 0
@@ -362,11 +376,10 @@ static __global__ void __launch_bounds__(256, 2)
         }
     }
     if (at_end) {
-        float* const to = last + in.state_of(stretch.sequence, head) + 64 * half + values;
 #pragma unroll
         for (int k = 0; k < 4; ++k)
 #pragma unroll
-            for (int v = 0; v < 8; ++v) to[(keys + k) * 128 + v] = sum[v][k];
+            for (int v = 0; v < 8; ++v) last.put(keys + k, 64 * half + values + v, sum[v][k]);
     } else {
         float* const to =
             in.snapshots + in.half_of(sequence.first_stretch + stretch.number + 1, head, 0) * snapshot_words;

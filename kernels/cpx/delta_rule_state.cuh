@@ -6,8 +6,8 @@
 
 namespace cpx::kernels {
 
-/// What the kernels that walk along sequences are given besides their tensor maps. States are (sequences, value heads,
-/// 128, 128), key channels first; null: zeros, or not wanted.
+/// What the kernels that walk along sequences are given besides their tensor maps. States are (sequences, value heads)
+/// of `dims`, key channels first; null: zeros, or not wanted.
 struct delta_walk {
     delta_plan plan;
     delta_prepared prepared;
@@ -15,11 +15,17 @@ struct delta_walk {
     float* last;      ///< states after the sequences
     float* snapshots; ///< (stretches, value heads, 2, 64 * 128): states before the stretches, as they lie in registers
     int key_heads, group;
+    delta_dims dims;
     float scale;
     char* states = nullptr; ///< (chunks, value heads) of `state_bytes`: states before chunks
 
-    __device__ __forceinline__ std::int64_t state_of(int sequence, int head) const {
-        return (std::int64_t{sequence} * key_heads * group + head) * 128 * 128;
+    /// Returns where a state of the caller's lies.
+    __device__ __forceinline__ std::int64_t given_of(int sequence, int head) const {
+        return (std::int64_t{sequence} * key_heads * group + head) * dims.key * dims.value;
+    }
+    /// The same of one in the workspace, which has 128 channels of either, zeros beyond the heads' own.
+    __device__ __forceinline__ std::int64_t state_of(int stretch, int head) const {
+        return (std::int64_t{stretch} * key_heads * group + head) * 128 * 128;
     }
     /// Returns which half of a snapshot this is, and which flag.
     __device__ __forceinline__ std::int64_t half_of(int stretch, int head, int half) const {
@@ -219,13 +225,13 @@ __device__ __forceinline__ void load_along(CUtensorMap const& keys, CUtensorMap 
         wait(memory.empty[r.at], r.parity ^ 1);
         if (threadIdx.x == 0) {
             full.arrive_and_expect_tx((2 + Halves) * panel_bytes + (Erases ? triangle_bytes : 0) + step_gates.bytes());
-            load_panels<2>(keys, full, memory.keys[r.at], 128 * (head / in.group), row);
+            load_panels<2>(keys, full, memory.keys[r.at], head / in.group, row);
             std::int64_t const place = std::int64_t{sequence.first_chunk + c} * heads + head;
             if constexpr (Erases)
                 load_prepared(in.prepared, place, full, memory.inverse[r.at], memory.gates[r.at], step_gates);
             else
                 load_gates(in.prepared, place, full, memory.gates[r.at], step_gates);
-            load_panels<Halves>(values, full, memory.values[r.at][0], 128 * head + 64 * first_half, row);
+            load_panels<Halves>(values, full, memory.values[r.at][0], head, row, first_half);
         }
         __syncwarp();
         if (whole) continue;
@@ -272,7 +278,7 @@ __device__ __forceinline__ void carry_along(delta_walk const& in, state_memory<H
     auto& [r, x, parity] = at;
     int const number = walked.number, head = walked.head, chunks = walked.chunks;
     half_state s;
-    load_state(in.initial ? in.initial + in.state_of(number, head) : nullptr, half, s);
+    load_state(in.initial ? in.initial + in.given_of(number, head) : nullptr, in.dims, half, s);
     float* snapshot = in.snapshots + in.half_of(walked.sequence.first_stretch + 1, head, half) * snapshot_words;
     char* trace =
         in.states + in.half_of(walked.sequence.first_chunk + (Back ? chunks - 1 : 0), head, half) * (state_bytes / 2);
@@ -319,7 +325,7 @@ __device__ __forceinline__ void carry_along(delta_walk const& in, state_memory<H
         }
     }
     if constexpr (Back || !Traced)
-        if (in.last) store_state(s, half, in.last + in.state_of(number, head));
+        if (in.last) store_state(s, in.dims, half, in.last + in.given_of(number, head));
 }
 
 /// Walks along Halves halves of the value channels of what one of the blocks from number `before` on has: one half of a

@@ -101,12 +101,15 @@ __device__ __forceinline__ void for_each_word(F&& f) {
     for (int i = 0; i < 64; ++i) f(i, 16 * warp + lane / 4 + i / 2 % 2 * 8, 8 * (i / 4) + lane % 4 * 2 + i % 2);
 }
 
-/// Reads half `half` of a state of (128, 128), key channels first; zeros for null.
-__device__ __forceinline__ void load_state(float const* from, int half, half_state& s) {
-    for_each_word([&](int i, int value, int key) { s[i] = from ? from[key * 128 + 64 * half + value] : 0.0f; });
+/// Reads half `half` of a state of these channels, key channels first; zeros beyond them, and for null.
+__device__ __forceinline__ void load_state(float const* from, delta_dims dims, int half, half_state& s) {
+    for_each_word([&](int i, int value, int key) { s[i] = from ? dims.read(from, key, 64 * half + value) : 0.0f; });
 }
-__device__ __forceinline__ void store_state(half_state const& s, int half, float* to) {
-    for_each_word([&](int i, int value, int key) { to[key * 128 + 64 * half + value] = s[i]; });
+__device__ __forceinline__ void store_state(half_state const& s, delta_dims dims, int half, float* to) {
+    for_each_word([&](int i, int value, int key) {
+        int const column = 64 * half + value;
+        if (key < dims.key && column < dims.value) to[key * dims.value + column] = s[i];
+    });
 }
 
 /// The same of a state that one kernel leaves to another, as it lies in registers.

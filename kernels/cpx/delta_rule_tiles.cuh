@@ -349,14 +349,16 @@ __device__ __forceinline__ void clear_rows(char* panel, int n) {
         *reinterpret_cast<uint4*>(panel + swizzled(i / 8, i % 8)) = make_uint4(0, 0, 0, 0);
 }
 
-/// Copies panels of `map` at (column, row) and, side by side, those after it.
+/// Copies panels of a head's rows from `row` on: panel `first` of its channels and, side by side, those after it.
+/// Heads may have less than 128 channels: what is beyond them is zero, as are heads and rows that there are not.
 template <int Panels>
-__device__ __forceinline__ void load_panels(CUtensorMap const& map, barrier& full, char* to, int column, int row) {
+__device__ __forceinline__ void load_panels(CUtensorMap const& map, barrier& full, char* to, int head, int row,
+                                            int first = 0) {
 #pragma unroll
     for (int p = 0; p < Panels; ++p)
-        cute::SM90_TMA_LOAD_2D::copy(&map, reinterpret_cast<std::uint64_t*>(&full),
+        cute::SM90_TMA_LOAD_3D::copy(&map, reinterpret_cast<std::uint64_t*>(&full),
                                      static_cast<std::uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL),
-                                     to + p * panel_bytes, column + 64 * p, row);
+                                     to + p * panel_bytes, 64 * (first + p), row, head);
 }
 
 } // namespace cpx::kernels::delta

@@ -78,7 +78,8 @@ public:
     /// Returns the maps and the ends of the sequences' steps, and what outputs alone make the gradients before them.
     std::vector<numbers> fold(gated_delta_rule_shape const& shape) const {
         index_t const tokens = p_.tokens(), sequences = p_.sequences();
-        auto const maps = poisoned<float>(static_cast<std::size_t>(sequences * heads() * (Erases ? 128 * 128 : 1)));
+        index_t const key = p_.shape.key_dim;
+        auto const maps = poisoned<float>(static_cast<std::size_t>(sequences * heads() * (Erases ? key * key : 1)));
         auto const ends = poisoned<float>(p_.state.size()), back = poisoned<float>(p_.state.size());
         rows<element const> const of_o(dout_.data(), tokens, p_.values());
         auto in = input();
@@ -132,6 +133,7 @@ void check_paths(problem const& p) {
             auto shape = p.shape;
             shape.stretch = stretch, shape.scan = scan;
             auto got = of.forward(shape);
+            CHECK(got.path == core_path());
             of.backward(shape, stretch > 0, got);
             check_close(got, expected, 6e-3, 6e-3, 8e-3);
         }
@@ -146,10 +148,14 @@ TEST_SUITE("cuda") {
     TEST_CASE_TEMPLATE("every kernel on few tokens: tensor cores and the plain path are within rounding", Erases,
                        std::true_type, std::false_type) {
         if (!has_gpus()) return;
-        check_paths<Erases::value>(make<element>({65, 0, 200, 64, 330}, 1, 2, 128, 128, kind::mild, 31));
         std::vector<index_t> crowd(64); // of so many that the backward walks along both halves of a head in one block
         crowd[3] = 130, crowd[40] = 64, crowd[63] = 1;
-        check_paths<Erases::value>(make<element>(crowd, 1, 1, 128, 128, kind::mild, 32));
+        for (head_dims const dim : core_dims) {
+            CAPTURE(dim.key);
+            CAPTURE(dim.value);
+            check_paths<Erases::value>(make<element>({65, 0, 200, 64, 330}, 1, 2, dim.key, dim.value, kind::mild, 31));
+            check_paths<Erases::value>(make<element>(crowd, 1, 1, dim.key, dim.value, kind::mild, 32));
+        }
     }
 
     TEST_CASE("a step of decoding of few sequences is the plain path's of one token each") {

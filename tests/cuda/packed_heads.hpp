@@ -3,7 +3,7 @@
 // comparison.
 #pragma once
 
-#include <cpx/cuda/delta_rule_arguments.hpp>
+#include <cpx/cuda/gated_delta_rule.hpp>
 
 #include <doctest/doctest.h>
 
@@ -33,6 +33,20 @@ numbers widen(std::vector<T> const& values) {
     numbers result;
     for (T const value : values) result.push_back(static_cast<double>(static_cast<float>(value)));
     return result;
+}
+
+/// Channels of heads that tensor cores take: their whole tiles, half of them, and other multiples of 8.
+struct head_dims {
+    index_t key, value;
+};
+inline constexpr head_dims core_dims[] = {{128, 128}, {64, 64}, {96, 64}, {40, 128}};
+/// How much more roundings are than with keys of 128 channels: the fewer these have, the more they are alike.
+inline double rounding_growth(index_t key_dim) { return std::sqrt(128.0 / static_cast<double>(key_dim)); }
+
+/// The path of bfloat16 and such heads: tensor cores, where there are kernels for them.
+template <class T = __nv_bfloat16>
+delta_rule_path core_path() {
+    return cpx::cuda::gated_delta_rule_saved<T>({}, 64, 1) > 0 ? delta_rule_path::tensor_cores : delta_rule_path::plain;
 }
 
 /// What gates, keys and betas are like.

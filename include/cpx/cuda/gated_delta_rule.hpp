@@ -80,9 +80,9 @@ index_t gated_delta_rule_saved(gated_delta_rule_shape const& shape, index_t toke
 /// workspace: device memory at a multiple of 256 bytes. No result overlaps anything else.
 ///
 /// Offsets are read on the device: the call can be captured, and replayed with another packing of as many sequences.
-/// Returns the path it took: tensor cores want sm_90a's code and GPUs, CUTLASS's headers, bfloat16, Dk = Dv = 128 and
-/// rows at multiples of 16 bytes. There, to cut a sequence at a multiple of 64 tokens and to hand the state on changes
-/// no bit, nor do the other sequences, which may hold NaN.
+/// Returns the path it took: tensor cores want sm_90a's code and GPUs, CUTLASS's headers, bfloat16, Dk and Dv multiples
+/// of 8 up to 128, which they fill up with zeros, and rows at multiples of 16 bytes. There, to cut a sequence at a
+/// multiple of 64 tokens and to hand the state on changes no bit, nor do the other sequences, which may hold NaN.
 ///
 /// Throws `cpx::error` on shapes that do not fit and memory of another device, before anything is launched.
 template <gpu_number T, erases Of = erases::yes>

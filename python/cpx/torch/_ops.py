@@ -374,7 +374,7 @@ def _kept(name, q, plan, comm, heads, value_heads):
     """Returns how many float32 kernels keep for the backward at most: of any grouping of the rank's segments."""
     if name != "gated_delta_rule" or comm.kept_chunk == 0 or q.dtype is not torch.bfloat16:
         return 0
-    if heads[2] != 128 or heads[3] != 128:
+    if any(dim > 128 or dim % 8 != 0 for dim in heads[2:4]):
         return 0
     return (plan.chunks * value_heads * comm.kept_chunk + 512 * plan.segments) // 4
 

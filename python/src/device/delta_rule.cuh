@@ -87,7 +87,7 @@ void delta_rule_backward(device_group& g, carry_value const& carry, state_call c
                        });
 }
 
-/// Returns the bytes that a forward keeps of a chunk and value head of 128 channels; 0: none, on this device.
+/// Returns the bytes that a forward on tensor cores keeps of a chunk and value head; 0: none, on this device.
 template <class T>
 index_t kept_of_chunk(device_group& g) {
     on_device const here(g.nccl().device());

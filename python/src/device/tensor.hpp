@@ -182,7 +182,7 @@ void attend_on(device_group& g, attention_call const& c, bool back);
 /// The gated delta rule of five inputs, a decay a head of four.
 void recur_on(device_group& g, carry_value const& plan, state_call const& c, bool back);
 /// Returns the bytes that the gated delta rule of bfloat16 keeps for its backward of 64 tokens, or fewer, and a value
-/// head, 128 channels; 0: none on this device.
+/// head, where it runs on tensor cores; 0: none on this device.
 index_t kept_on(device_group& g);
 /// chosen: (tokens, choices) int64; places: one a token, on the host. Waits for the device. It ends before `g`.
 std::unique_ptr<device_experts> share_on(device_group& g, tensor const& chosen, index_t experts,
