@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Steps S -> M S + E of the state (sm_90a): of stretches, beside each other, or of all tokens before a stretch's end, and
-// what these make of states.
+// Steps S -> M S + E of the state (sm_90a): of stretches, beside each other, or of all tokens before a stretch's end,
+// and what these make of states.
 #pragma once
 
 #include <cpx/delta_rule_state.cuh>
@@ -15,8 +15,8 @@ struct delta_steps {
     bool last_wanted;   ///< steps of last stretches are wanted, too
 };
 
-/// Where the steps of sequences lie, key channels first, (sequences, value heads) of the walk's channels each; null: not
-/// wanted.
+/// Where the steps of sequences lie, key channels first, (sequences, value heads) of the walk's channels each; null:
+/// not wanted.
 struct delta_totals {
     float *maps, *ends;
 

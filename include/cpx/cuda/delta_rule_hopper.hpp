@@ -165,9 +165,9 @@ void launch_delta_hopper(delta_call<Erases, T> const& of, rows<T> o, std::span<f
     launch_delta_outputs(of, walk, o, of.space.states_first && !by_scan);
 }
 
-// A forward in parts, of a call of another `delta_order` than together: what comes before; the states, which are walked along
-// or, by scan, joined of the steps of stretches; the outputs. Where states before are not `known` yet, the second part is
-// what sequences make of those, of steps, and the third one the states, made of steps, too.
+// A forward in parts, of a call of another `delta_order` than together: what comes before; the states, which are walked
+// along or, by scan, joined of the steps of stretches; the outputs. Where states before are not `known` yet, the second
+// part is what sequences make of those, of steps, and the third one the states, made of steps, too.
 template <bool Erases, class T>
 void launch_delta_hopper_begin(delta_call<Erases, T> const& of, bool known) {
     auto const walk = delta_walk_of(of);

@@ -226,8 +226,8 @@ struct states_pass {
     /// Makes of the states that reach segments the ones that leave them; of segments that are the first on the way it
     /// sets the state itself. What nobody waits for may be left to `rest`.
     virtual void over(std::vector<visit<T>> visits) const = 0;
-    /// Gives the steps of the segments that others reach, where they are wanted: the maps M and, in states that are zero
-    /// on entry, E. Next, it goes over these segments.
+    /// Gives the steps of the segments that others reach, where they are wanted: the maps M and, in states that are
+    /// zero on entry, E. Next, it goes over these segments.
     virtual void fold(std::vector<visit<T>> const& visits) const = 0;
     /// Does what `over` has left, once states are on their way.
     virtual void rest() const {}
