@@ -664,7 +664,7 @@ TEST_SUITE("cuda") {
             cuda::stream const stream;
             cuda::shared_communicator comm(memory, stream);
             differ(comm, {{8, 16}, {3, 7, 9}},
-                   "cu_seqlens or plan of a relayout: expected those of this rank, got others on ranks " + other, meet);
+                   "cu_seqlens of a relayout: expected those of this rank, got others on ranks " + other, meet);
         });
     }
 
