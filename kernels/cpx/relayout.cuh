@@ -344,10 +344,10 @@ __device__ void store_rows(From const& from, To const& to, relayout_rows const& 
 /// threads move a row to one peer; neighbouring ones take rows that lie far apart, so that no peer is stored to by all
 /// at once. Addresses follow from the policies and from cu_seqlens in device memory: a captured graph may be replayed
 /// with other offsets in the same place. Each rank tells where its own target is. `m.found` says which ranks have other
-/// offsets or another plan than this one, and in what it differs, offsets that do not ascend from 0, or a target that is
-/// too small: then no rank stores anything. It says, too, which ranks store nothing because their source has too few
-/// rows. If a rank does not come in time, it says so as well, this rank stores nothing from then on, and later kernels
-/// end at once, here and on the ranks that come late.
+/// offsets or another plan than this one, and in what it differs, offsets that do not ascend from 0, or a target too
+/// small: then no rank stores anything. It says, too, which ranks store nothing because their source has too few rows.
+/// If a rank does not come in time, it says so as well, this rank stores nothing from then on, and later kernels end at
+/// once, here and on the ranks that come late.
 template <class From, class To>
 __global__ void __launch_bounds__(512, 1)
     relayout_push(From from, To to, __grid_constant__ relayout_rows const r, __grid_constant__ meeting const m) {

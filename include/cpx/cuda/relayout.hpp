@@ -5,6 +5,7 @@
 #include <cpx/cuda/arguments.hpp>
 #include <cpx/cuda/launch.hpp>
 #include <cpx/cuda/nvtx.hpp>
+#include <cpx/cuda/peer_memory.hpp>
 #include <cpx/layout/head_sharded.hpp>
 #include <cpx/layout/sharded.hpp>
 #include <cpx/plan/relayout.hpp>
@@ -16,16 +17,6 @@
 #include <vector>
 
 namespace cpx::cuda {
-
-/// Memory of the ranks that this device reaches, and where their kernels meet; see `shared_memory`.
-struct peer_memory {
-    char* base[kernels::most_ranks] = {}; ///< of the same place in every peer's memory
-    int first = 0;                        ///< the rank that base[0] belongs to; the next ones follow
-    int device = -1;                      ///< of this rank
-    index_t bytes = 0;                    ///< from there on, the same on every rank
-    kernels::meeting meeting{};
-    int blocks = 128; ///< a launch, the same on every rank, all of them resident
-};
 
 namespace detail {
 

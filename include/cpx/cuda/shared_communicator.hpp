@@ -24,7 +24,7 @@ public:
     using prepared = shared_plans<T, Plan>;
 
     shared_communicator(shared_memory& shared, cudaStream_t in, memory_resource& from = default_resource())
-        : communicator(shared.comm(), in, from), shared_(shared) {}
+        : communicator(shared.comm(), in, from, shared.one_kernel() ? &shared : nullptr), shared_(shared) {}
 
     shared_memory& shared() const { return shared_; }
     /// As `communicator::wait`; a batch that differs between ranks, or does not fit, breaks nothing.
