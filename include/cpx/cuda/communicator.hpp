@@ -195,9 +195,21 @@ private:
     template <class F>
     void set_back(F&& plan_of, caller here) {
         comes_back_ = through() != nullptr;
-        if (!std::exchange(back_is_set_, true)) set(*back_, now_, plan_of, true, here);
+        if (back_is_set_) return;
+        if (comes_back_) {
+            cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
+            check(cudaStreamIsCapturing(comm_.stream(), &capturing), "cudaStreamIsCapturing", here);
+            require(capturing == cudaStreamCaptureStatusNone, "movement", "stream of the first call back of a batch",
+                    "one that does not capture", "a capture", here);
+        }
+        set(*back_, now_, plan_of, true, here);
+        back_is_set_ = true;
     }
-    peer_resource* through() const { return cpx::detail::is_relayout<Plan> ? nullptr : comm_.through(); }
+    peer_resource* through() const {
+        constexpr bool moves_little =
+            !cpx::detail::is_relayout<Plan> && !std::tuple_element_t<0, typename kind::batch>::every_row;
+        return moves_little ? comm_.through() : nullptr;
+    }
     template <class F>
     void set(batch_exchange<T>& to, typename kind::batch const& of, F&& plan_of, bool back, caller here) {
         auto const list = [&](auto&& use) { kind::exchanges(plan_of(), width_, back, use); };

@@ -215,7 +215,8 @@ private:
             differs[i] = found(&kernels::faults::differs, static_cast<std::uint8_t>(fields[i].in));
         auto const refused = found(&kernels::faults::refused);
         if (auto const names = found(&kernels::faults::missing); !names.empty())
-            comm_.fail("relayout kernel", "all ranks within " + std::to_string(comm_.deadline().count()) + " ms",
+            comm_.fail("kernel that meets other ranks",
+                       "all ranks within " + std::to_string(comm_.deadline().count()) + " ms",
                        "nothing from ranks" + names, here);
         auto const* const first = std::ranges::find_if(differs, [](auto const& names) { return !names.empty(); });
         if (refused.empty() && first == std::end(differs)) return;
