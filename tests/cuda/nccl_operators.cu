@@ -235,6 +235,7 @@ struct kind {
 } // namespace
 
 TEST_SUITE("cuda") {
+    namespace cuda = cpx::cuda; // not ::cuda, of the toolkit
     using cpx::index_t;
 
     TEST_CASE_TEMPLATE("the convolution between GPUs is the host's, with the bits of one GPU", K, kind<float, float>,
