@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The gated delta rule of one long sequence between GPUs, a process each: forward and backward, states carried by
 // either carry, on layouts that hold a sequence in one segment and in two.
-#include <cpx/transport/nccl.hpp>
+#include <cpx/cuda/shared_communicator.hpp>
 
 #include "../../harness/processes.hpp"
 #include "delta_rule_tensors.hpp"
@@ -10,6 +10,8 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
+#include <optional>
+#include <string>
 #include <vector>
 
 namespace {
@@ -30,11 +32,15 @@ double slowest_ms(cpx::nccl& ranks, cudaStream_t stream, auto const& f, int call
         stream, f, [&] { static_cast<void>(all(0)); }, calls))));
 }
 
+/// `window`: through which states go; null: they are sent and received.
 template <cpx::carry_kind How>
 void time(std::string const& layout, char const* how, auto const& sharding, cpx::delta_rule_heads const& heads,
-          cpx::nccl& ranks, timing::limits& limits) {
+          cpx::nccl& ranks, cuda::shared_memory* window, timing::limits& limits) {
     cuda::stream const stream;
-    cuda::communicator comm(ranks, stream);
+    cuda::communicator sends(ranks, stream);
+    std::optional<cuda::shared_communicator> stores;
+    if (window) stores.emplace(*window, stream);
+    cuda::communicator& comm = window ? *stores : sends;
     using calls = timing::delta_rule<How, std::remove_cvref_t<decltype(sharding)>>;
     calls of(sharding, heads, false, comm);
     typename calls::saved kept;
@@ -45,10 +51,10 @@ void time(std::string const& layout, char const* how, auto const& sharding, cpx:
     of.forward(&kept);
     double const backward = slowest_ms(ranks, stream, [&] { of.backward(kept); });
     if (ranks.rank() != 0) return;
-    std::printf("%2td/%-2td %-10s %-6s %10.3f %10.3f %10.3f\n", heads.key_heads, heads.value_heads, layout.c_str(), how,
-                forward, alone, backward);
+    std::printf("%2td/%-2td %-10s %-6s %-6s %10.3f %10.3f %10.3f\n", heads.key_heads, heads.value_heads, layout.c_str(),
+                how, window ? "window" : "sent", forward, alone, backward);
     std::fflush(stdout);
-    if (ranks.ranks() != 2 || heads.key_heads != 16 || how != std::string("scan")) return;
+    if (window || ranks.ranks() != 2 || heads.key_heads != 16 || how != std::string("scan")) return;
     limits.at_most("forward, " + layout + ", scan, 16/32 heads", 1000 * forward, 800, "us");
     limits.at_most("forward, " + layout + ", scan, 16/32 heads, one alone", 1000 * alone, 800, "us");
 }
@@ -59,16 +65,22 @@ std::string run(int rank) {
     auto const batch = cpx::thd::from_lengths(std::vector<index_t>{count * of_a_rank});
     if (rank == 0)
         std::printf(
-            "gated delta rule, %td tokens in one sequence over %d ranks, %s: bfloat16, heads of 128, by send and "
-            "receive; ms of the slowest rank, 5 calls in a row but for one alone\n%-24s %10s %10s %10s\n",
+            "gated delta rule, %td tokens in one sequence over %d ranks, %s: bfloat16, heads of 128, states sent "
+            "and received or through the window; ms of the slowest rank, 5 calls in a row but for one alone\n%-31s "
+            "%10s "
+            "%10s %10s\n",
             batch.tokens(), count, timing::device_name().c_str(), "", "forward", "one alone", "backward");
     timing::limits limits;
+    cuda::shared_memory memory(*ranks, index_t{64} << 20);
     for (cpx::delta_rule_heads const& heads :
          {cpx::delta_rule_heads{16, 32, 128, 128}, cpx::delta_rule_heads{2, 8, 128, 128}}) {
         auto const both = [&](char const* name, auto const& layout) {
             auto const sharding = cpx::shard(batch, layout, cpx::aligned<64>());
-            time<cpx::scan>(name, "scan", sharding, heads, *ranks, limits);
-            time<cpx::serial>(name, "serial", sharding, heads, *ranks, limits);
+            for (auto* const window : {static_cast<cuda::shared_memory*>(nullptr), &memory}) {
+                if (window && !window->one_kernel()) continue;
+                time<cpx::scan>(name, "scan", sharding, heads, *ranks, window, limits);
+                time<cpx::serial>(name, "serial", sharding, heads, *ranks, window, limits);
+            }
         };
         both("sequential", cpx::sequential<>(count));
         both("zigzag", cpx::zigzag<>(count));

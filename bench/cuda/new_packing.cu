@@ -315,9 +315,9 @@ std::string run(int rank) {
     listed("each sequence to the batch", from, over_batch(sequential, balanced));
     listed("by_length to each sequence", of(cpx::by_length{zigzag, sequential, by_length}, balanced), to);
     listed("each sequence to by_length", to, of(cpx::by_length{zigzag, sequential, by_length}, balanced));
-    cuda::shared_memory memory(*joined, index_t{400} << 20);
+    cuda::shared_memory memory(*joined, index_t{1} << 30); // results of relayouts, and messages of halos and carries
     cuda::shared_communicator shares(memory, stream);
-    if (problem.empty()) problem = run_on(shares, "relayouts through the window", limits, from, to, 1000);
+    if (problem.empty()) problem = run_on(shares, "through the window", limits, from, to, 1000);
     if (problem.empty()) problem = operators_on(shares, from, to);
     if (rank == 0) limits.print();
     return problem;

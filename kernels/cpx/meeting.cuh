@@ -10,11 +10,11 @@ namespace cpx::kernels {
 
 inline constexpr int most_ranks = 8; // of one NVLink domain
 
-/// What kernels have found of each rank that they met: 0 or 1. Bytes, for a device need not be able to change a word of
-/// the host atomically.
+/// What kernels have found of each rank that they met; 0: nothing. Bytes, for a device need not be able to change a
+/// word of the host atomically.
 struct faults {
     std::uint8_t missing[most_ranks]; ///< has not come in time, or gave up before
-    std::uint8_t differs[most_ranks]; ///< has other offsets
+    std::uint8_t differs[most_ranks]; ///< has another plan: in which field, see `relayout_field`
     std::uint8_t refused[most_ranks]; ///< has offsets that do not ascend from 0, or more rows than its buffers
 };
 

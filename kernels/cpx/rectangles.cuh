@@ -15,11 +15,19 @@ namespace cpx::kernels {
 
 using cpx::detail::rectangle;
 
+/// Rectangles that one launch moves, `count` from `first` on, each with the slices of these before it.
+struct list_part {
+    std::int32_t first, count, slices;
+};
+
 /// The rectangles of one launch. `back`: from their targets to their sources.
 struct rectangle_list {
     rectangle const* list;
     std::int32_t count, slices;
-    bool back, early; ///< `early`: no kernel that has just been launched writes the list
+    bool back, early; ///< `early`: no kernel that has just been launched writes the list, or parts
+    /// Null, or in device memory, as the list is: what the launch moves instead of `count` rectangles, one part and
+    /// another behind it, which may be null.
+    list_part const *part = nullptr, *next = nullptr;
 };
 
 /// What ranks compare, where messages bring it: a word of every rank, which are to be this rank's own.
@@ -62,21 +70,29 @@ __device__ __forceinline__ void for_each_slice(rectangle_list const& all, F&& f)
     static_assert(sizeof(rectangle) % sizeof(std::uint64_t) == 0);
     constexpr int words = 1 << 11;
     __shared__ std::uint64_t held[words]; // all of a short list, of a longer one what is searched in
-    int const list_words = all.count * static_cast<int>(sizeof(rectangle) / sizeof(std::uint64_t));
-    bool const whole = list_words <= words, firsts = !whole && all.count <= 2 * words;
-    auto* const first = reinterpret_cast<std::int32_t*>(held);
     if (!all.early) wait_for_previous_kernel();
+    list_part const one = all.part ? *all.part : list_part{0, all.count, all.slices};
+    list_part const more = all.next ? *all.next : list_part{};
+    rectangle const* const given = all.list + one.first;
+    int const count = one.count + more.count, slices = one.slices + more.slices;
+    int const list_words = count * static_cast<int>(sizeof(rectangle) / sizeof(std::uint64_t));
+    bool const whole = list_words <= words, firsts = !whole && count <= 2 * words;
+    auto* const first = reinterpret_cast<std::int32_t*>(held);
     for (int i = static_cast<int>(threadIdx.x); whole && i < list_words; i += static_cast<int>(blockDim.x))
-        held[i] = reinterpret_cast<std::uint64_t const*>(all.list)[i];
-    for (int i = static_cast<int>(threadIdx.x); firsts && i < all.count; i += static_cast<int>(blockDim.x))
-        first[i] = all.list[i].first;
+        held[i] = reinterpret_cast<std::uint64_t const*>(given)[i];
+    for (int i = static_cast<int>(threadIdx.x); firsts && i < count; i += static_cast<int>(blockDim.x))
+        first[i] = given[i].first;
     __syncthreads();
-    auto const* const list = whole ? reinterpret_cast<rectangle const*>(held) : all.list;
+    auto const* const list = whole ? reinterpret_cast<rectangle const*>(held) : given;
     if (all.early) wait_for_previous_kernel();
     let_next_kernel_come();
-    for (int s = static_cast<int>(blockIdx.x); s < all.slices; s += static_cast<int>(gridDim.x)) {
-        auto const begin = [&](int i) { return firsts ? first[i] : list[i].first; };
-        rectangle r = list[last_at_or_before(s, all.count, begin)];
+    for (int s = static_cast<int>(blockIdx.x); s < slices; s += static_cast<int>(gridDim.x)) {
+        auto const begin = [&](int i) {
+            return (firsts ? first[i] : list[i].first) + (i >= one.count ? one.slices : 0);
+        };
+        int const which = last_at_or_before(s, count, begin);
+        rectangle r = list[which];
+        r.first = begin(which);
         if (all.back)
             r = {r.target,        r.source,        r.target_pitch, r.source_pitch, r.rows, r.bytes,
                  r.target_buffer, r.source_buffer, r.vector,       r.unused,       r.first};

@@ -53,6 +53,16 @@ CPX_HOST_DEVICE inline std::uint32_t offset_digest(std::int64_t i, std::int64_t 
     return static_cast<std::uint32_t>(mixed >> 32);
 }
 
+/// In what two ranks differ that mean to relay out together.
+enum class relayout_field : std::uint8_t { offsets = 1, source, target, other };
+
+/// What stands for a plan, its source sharding and its target sharding.
+struct relayout_words {
+    std::uint32_t plan, source = 0, target = 0;
+
+    CPX_HOST_DEVICE std::uint64_t shardings() const { return std::uint64_t{source} << 32 | target; }
+};
+
 /// Where a target begins and ends in a rank's memory, multiples of 16 bytes: what each rank tells of its own.
 struct target_place {
     std::int64_t first, last;
@@ -70,7 +80,7 @@ struct target_place {
 struct relayout_rows {
     std::int64_t const* offsets;
     int sequences;
-    std::uint32_t word; ///< stands for the plan
+    relayout_words words;
     int first;
     int runs, lanes;
     char const* source;
@@ -268,7 +278,7 @@ __device__ void store_rows(From const& from, To const& to, relayout_rows const& 
     bool const ascend = detail::read_offsets(r, offsets, digest);
     if (__syncthreads_or(up)) return;
     bool fits = __syncthreads_and(ascend);
-    std::uint32_t const word = fits ? (digest + r.word) | 1 : 0;
+    std::uint32_t const word = fits ? (digest + r.words.plan) | 1 : 0;
     arrive(m, epoch + 1, word, r.target.number());
 
     for (int i = static_cast<int>(threadIdx.x); i < most_ranks * most_sections; i += static_cast<int>(blockDim.x))
@@ -295,10 +305,10 @@ __device__ void store_rows(From const& from, To const& to, relayout_rows const& 
     if (!await(m, epoch + 1, said, number)) return;
     let_next_kernel_come(); // not before: it could take the room of kernels that other ranks wait for
     int const peer = static_cast<int>(threadIdx.x);
-    bool same = fits;
+    bool same = fits, other = false;
     if (peer < m.ranks) {
         if (said == 0) m.found->refused[peer] = 1;
-        if (fits && said != 0 && said != word) m.found->differs[peer] = 1;
+        other = fits && said != 0 && said != word;
         same = fits && said == word;
         auto const at = target_place::of(number);
         targets[peer] = r.base[peer] + at.first;
@@ -310,9 +320,20 @@ __device__ void store_rows(From const& from, To const& to, relayout_rows const& 
     fits = __syncthreads_and(fits);
     if (fits && held) detail::store_to_peers(source, target, r, m, columns, targets);
 
-    arrive(m, epoch + 2, held);
+    // Ranks that differ learn in what. The lowest bit of the offsets' digest says whether the source has its rows.
+    std::uint32_t const offsets_and_held = (digest & ~1u) | held;
+    arrive(m, epoch + 2, offsets_and_held, r.words.shardings());
     if (!await(m, epoch + 2, said, number)) return;
-    if (same && peer < m.ranks && said == 0) m.found->refused[peer] = 1;
+    if (same && peer < m.ranks && said % 2 == 0) m.found->refused[peer] = 1;
+    if (other) {
+        using field = relayout_field;
+        std::uint64_t const shardings = number ^ r.words.shardings();
+        field const in = (said ^ offsets_and_held) > 1                ? field::offsets
+                         : shardings >> 32 != 0                       ? field::source
+                         : static_cast<std::uint32_t>(shardings) != 0 ? field::target
+                                                                      : field::other;
+        m.found->differs[peer] = static_cast<std::uint8_t>(in);
+    }
     if (threadIdx.x == 0) m.epochs[blockIdx.x] = epoch + 2;
 }
 
@@ -323,10 +344,10 @@ __device__ void store_rows(From const& from, To const& to, relayout_rows const& 
 /// threads move a row to one peer; neighbouring ones take rows that lie far apart, so that no peer is stored to by all
 /// at once. Addresses follow from the policies and from cu_seqlens in device memory: a captured graph may be replayed
 /// with other offsets in the same place. Each rank tells where its own target is. `m.found` says which ranks have other
-/// offsets or another plan than this one, offsets that do not ascend from 0, or a target that is too small: then no
-/// rank stores anything. It says, too, which ranks store nothing because their source has too few rows. If a rank does
-/// not come in time, it says so as well, this rank stores nothing from then on, and later kernels end at once, here and
-/// on the ranks that come late.
+/// offsets or another plan than this one, and in what it differs, offsets that do not ascend from 0, or a target too
+/// small: then no rank stores anything. It says, too, which ranks store nothing because their source has too few rows.
+/// If a rank does not come in time, it says so as well, this rank stores nothing from then on, and later kernels end at
+/// once, here and on the ranks that come late.
 template <class From, class To>
 __global__ void __launch_bounds__(512, 1)
     relayout_push(From from, To to, __grid_constant__ relayout_rows const r, __grid_constant__ meeting const m) {

@@ -8,6 +8,7 @@
 
 #include <doctest/doctest.h>
 
+#include "either_way.hpp"
 #include "group.hpp"
 
 #include <ops/on_ranks.hpp>
@@ -214,17 +215,19 @@ std::vector<numbers> on_host(problem const& p) {
     return r.of;
 }
 
-/// `prepared`: with a `state_exchange`, else with the communicator; and what can be kept is kept.
+/// `prepared`: with a `state_exchange`, else with the communicator; and what can be kept is kept. `window`: states go
+/// through memory that ranks reach.
 template <cpx::carry_kind How, class T, class S>
-std::vector<numbers> on_gpus(group& gpus, problem const& p, S const& sharding, bool prepared) {
+std::vector<numbers> on_gpus(group& gpus, problem const& p, S const& sharding, bool prepared, bool window = false) {
     results r(p);
     gpus.run([&](cpx::nccl& joined, auto const& meet) {
         cpx::cuda::stream const stream;
         {
-            cpx::cuda::communicator comm(joined, stream);
+            either_way way(joined, stream, window);
+            cpx::cuda::communicator& comm = way.comm();
             cpx::cuda::state_exchange by(comm);
             auto const all_meet = [&] {
-                comm.wait();
+                way.wait();
                 meet();
             };
             if (prepared)
@@ -261,29 +264,31 @@ void check_problem(problem const& p, double most, double gates_most, int ranks =
     int count = 0;
     on_ranks::for_each_sharding(p.batch, ranks, {1, 64}, [&](std::string const& name, by_tokens const& sharding) {
         CAPTURE(name);
-        bool const prepared = ++count % 3 == 0;
-        auto const serial = on_gpus<cpx::serial, T>(gpus, p, sharding, prepared);
+        bool const prepared = ++count % 3 == 0, window = count % 2 == 0;
+        auto const serial = on_gpus<cpx::serial, T>(gpus, p, sharding, prepared, window);
         if (cpx::is_exact<cpx::serial>(sharding, 64)) check_same(serial, alone);
         check_close(serial, expected, most, gates_most);
-        check_close(on_gpus<cpx::scan, T>(gpus, p, sharding, prepared), expected, 2 * most, 2 * gates_most);
+        check_close(on_gpus<cpx::scan, T>(gpus, p, sharding, prepared, window), expected, 2 * most, 2 * gates_most);
     });
     cpx::head_sharded<> const by_heads(ranks, p.batch, {p.key(), p.key(), p.value(), p.gate(), p.gate()});
     check_same(on_gpus<cpx::serial, T>(gpus, p, by_heads, false), alone);
 }
 
-/// Runs problems by one `state_exchange`, one after the other.
+/// Runs problems by one `state_exchange`, one after the other, by send and receive or through the window.
 template <cpx::carry_kind How>
-void check_in_turn(group& gpus, std::vector<problem> const& problems) {
+void check_in_turn(group& gpus, std::vector<problem> const& problems, bool window) {
+    CAPTURE(window);
     auto const shard = [](problem const& p) { return cpx::shard(p.batch, cpx::zigzag<>(2), cpx::aligned<64>{}); };
     std::vector<std::unique_ptr<results>> found;
     for (problem const& p : problems) found.push_back(std::make_unique<results>(p));
     gpus.run([&](cpx::nccl& joined, auto const& meet) {
         cpx::cuda::stream const stream;
         {
-            cpx::cuda::communicator comm(joined, stream);
+            either_way way(joined, stream, window);
+            cpx::cuda::communicator& comm = way.comm();
             cpx::cuda::state_exchange by(comm, {500, 3});
             auto const all_meet = [&] {
-                comm.wait();
+                way.wait();
                 meet();
             };
             for (std::size_t i = 0; i < problems.size(); ++i)
@@ -364,9 +369,10 @@ TEST_SUITE("cuda") {
             std::atomic<bool> open = false, gave_up = false;
         };
         group gpus(2);
-        gpus.run([&](cpx::nccl& joined, auto const& meet) {
+        auto const check = [&](cpx::nccl& joined, auto const& meet, bool window) {
             cpx::cuda::stream const stream;
-            cpx::cuda::communicator comm(joined, stream);
+            either_way way(joined, stream, window);
+            cpx::cuda::communicator& comm = way.comm();
             cpx::cuda::state_exchange by(comm, {140, 3});
             using M = cpx::cuda::memory;
             auto const run = [&](by_tokens const& sharding) {
@@ -383,7 +389,7 @@ TEST_SUITE("cuda") {
             };
             meet();
             run(first);
-            comm.wait();
+            way.wait();
             meet();
             gate held;
             cpx::cuda::check(cudaLaunchHostFunc(
@@ -401,10 +407,12 @@ TEST_SUITE("cuda") {
             run(first); // only enqueued: the stream goes on when the host says so
             run(second);
             held.open = true;
-            comm.wait();
+            way.wait();
             cpx::require(!held.gave_up, "test", "a call", "no wait for the device", "a wait");
             meet();
-        });
+        };
+        for (bool const window : {false, true})
+            gpus.run([&](cpx::nccl& joined, auto const& meet) { check(joined, meet, window); });
     }
 
     TEST_CASE("states of one batch after the other are handed on with the bits of one that is prepared alone") {
@@ -413,8 +421,10 @@ TEST_SUITE("cuda") {
         for (auto const& list : {lengths({264, 300}), lengths({270, 0, 391}), lengths({280, 3}), lengths({500, 260})})
             problems.push_back(make<float>(list, {1, 2, 16, 8}, true, 7));
         group gpus(2);
-        check_in_turn<cpx::serial>(gpus, problems);
-        check_in_turn<cpx::scan>(gpus, problems);
+        for (bool const window : {false, true}) {
+            check_in_turn<cpx::serial>(gpus, problems, window);
+            check_in_turn<cpx::scan>(gpus, problems, window);
+        }
     }
 
     TEST_CASE("what does not fit a gated delta rule on devices is one clear error, and nothing is written") {

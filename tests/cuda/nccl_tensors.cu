@@ -359,6 +359,126 @@ void check_beside(Plan const& halo, std::vector<float> const& values, std::strin
     }
 }
 
+/// Brings halos and carries of batches, and gradients home, which are prepared once.
+template <class Comm, class Meet>
+void bring_many(Comm& comm, Meet const& meet) {
+    int const rank = comm.rank();
+    kinds const of{comm.ranks()};
+    cpx::capacity const most{700, 12};
+    auto const first = of.from(lengths({5}));
+    meet();
+    auto halos = cpx::make_movement<float>(cpx::halo(first, rank, 3), 6, most, comm);
+    meet();
+    auto carries = cpx::make_movement<float>(cpx::carry<cpx::serial>(first, rank), {6, 0}, most, comm);
+    meet();
+    support::splitmix random(19); // the same on every rank
+    for (int round = 0; round < 20; ++round) {
+        std::vector<index_t> list;
+        for (index_t k = random.between(0, 12); k > 0; --k) list.push_back(random.between(0, 100));
+        auto const sharding = of.from(lengths(list));
+        auto x = cpx::make_tensor<float>(sharding, comm, 6), dx = cpx::make_tensor<float>(sharding, comm, 6);
+        x.write(numbers(sharding, rank, 6));
+        cpx::set_together(comm, [&] {
+            halos.set(sharding);
+            carries.set(sharding);
+        });
+        auto const& halo = halos.plan();
+        cuda::buffer<float> beside(halo.target_rows * 6), states(std::ssize(halo.segments) * 6),
+            got(std::ssize(halo.segments) * 6);
+        meet();
+        halos(x, cpx::rows<float>(beside.data(), halo.target_rows, 6));
+        halos.transposed(cpx::rows<float const>(beside.data(), halo.target_rows, 6), dx);
+        comm.wait();
+        meet();
+        check_beside(halo, beside.read(), text(list));
+
+        auto const& carry = carries.plan();
+        for (index_t level = 0; level < carry.steps; ++level) {
+            auto const step = carry.step(level, cpx::side::before);
+            std::vector<float> given; // each segment's first row, by its number in the batch
+            for (index_t const i : carry.level(level))
+                for (index_t c = 0; c < 6; ++c)
+                    given.push_back(
+                        static_cast<float>(carry.segments[static_cast<std::size_t>(i)].sequence * 1000 + level));
+            given.resize(static_cast<std::size_t>(states.size()));
+            states.write(given);
+            meet();
+            carries(level, cpx::side::before, cpx::rows<float const>(states.data(), step.source_rows, 6),
+                    cpx::rows<float>(got.data(), step.target_rows, 6));
+            comm.wait();
+            meet();
+            auto const found = got.read();
+            index_t row = 0;
+            for (index_t const i : carry.level(level + 1)) {
+                auto const sequence = carry.segments[static_cast<std::size_t>(i)].sequence;
+                cpx::require(found[static_cast<std::size_t>(row * 6)] == static_cast<float>(sequence * 1000 + level),
+                             "test", "state of the segment before", "its sequence's", text(list));
+                ++row;
+            }
+        }
+        meet();
+    }
+}
+
+/// A halo there and back and carries of both kinds, prepared for 60 rows and 3 sequences of 6 columns.
+template <class Comm>
+class beside {
+public:
+    using sharding = decltype(kinds().from(cpx::thd()));
+
+    beside(Comm& comm, sharding const& first)
+        : halo_(cpx::make_movement<float>(cpx::halo(first, comm.rank(), 3), 6, most, comm)),
+          serial_(cpx::make_movement<float>(cpx::carry<cpx::serial>(first, comm.rank()), {6, 0}, most, comm)),
+          scan_(cpx::make_movement<float>(cpx::carry<cpx::scan>(first, comm.rank()), {6, 4}, most, comm)) {}
+    void set(sharding const& of) { halo_.set(of), serial_.set(of), scan_.set(of); }
+
+    /// Runs as many exchanges of each carry, as far as there are so many, from rows of numbers into rows of -1.
+    template <class X>
+    void run(X const& x, X& dx, index_t serial_steps, index_t scan_steps) {
+        auto const rows = [](auto& buffer, index_t count, index_t width) {
+            return cpx::rows(buffer.data(), count, width);
+        };
+        halo_(x, rows(rows_, halo_.rows_of().second, 6));
+        halo_.transposed(cpx::rows<float const>(rows_.data(), halo_.rows_of().second, 6), dx);
+        auto const carry = [&](auto& by, auto& got, index_t steps, index_t width) {
+            for (index_t k = 0; k < steps; ++k)
+                for (auto const from : {cpx::side::before, cpx::side::after}) {
+                    auto const [takes, brings] = rows_of(by.plan(), k, from);
+                    float* const to = got.data() + (2 * k + (from == cpx::side::after)) * states;
+                    by(k, from, cpx::rows<float const>(given_.data(), takes, width),
+                       cpx::rows<float>(to, brings, width));
+                }
+        };
+        carry(serial_, serial_got_, std::min(serial_steps, serial_.plan().steps), 6);
+        carry(scan_, scan_got_, std::min(scan_steps, scan_.plan().steps), 2);
+    }
+    void clear() {
+        for (auto* const b : {&rows_, &serial_got_, &scan_got_}) b->write(std::vector<float>(as_many(*b), -1));
+        std::vector<float> list(as_many(given_));
+        for (std::size_t i = 0; i < list.size(); ++i) list[i] = static_cast<float>(i % 97);
+        given_.write(list);
+    }
+    std::vector<std::vector<float>> read() const { return {rows_.read(), serial_got_.read(), scan_got_.read()}; }
+    std::pair<index_t, index_t> steps() { return {serial_.plan().steps, scan_.plan().steps}; }
+
+private:
+    static constexpr cpx::capacity most{60, 3};
+    static constexpr index_t states = 400; ///< elements that an exchange takes or brings, at most
+    static std::size_t as_many(auto const& buffer) { return static_cast<std::size_t>(buffer.size()); }
+    static std::pair<index_t, index_t> rows_of(auto const& plan, index_t k, cpx::side from) {
+        auto const rows = [](cpx::plan const& step) { return std::pair(step.source_rows, step.target_rows); };
+        if constexpr (requires { plan.step(k, from, 6, 4); })
+            return rows(plan.step(k, from, 6, 4));
+        else
+            return rows(plan.step(k, from));
+    }
+
+    cpx::movement<float, cpx::halo_plan<sharding>, Comm> halo_;
+    cpx::movement<float, cpx::carry_plan<cpx::serial, sharding>, Comm> serial_;
+    cpx::movement<float, cpx::carry_plan<cpx::scan, sharding>, Comm> scan_;
+    cuda::buffer<float> rows_{60 * 6}, given_{states}, serial_got_{8 * states}, scan_got_{8 * states};
+};
+
 } // namespace
 
 TEST_SUITE("cuda") {
@@ -580,69 +700,116 @@ TEST_SUITE("cuda") {
         });
     }
 
-    TEST_CASE("halos and carries are prepared once, too") {
+    TEST_CASE("halos and carries are prepared once, too, by send and receive or through memory that peers write") {
+        if (!has_gpus(2)) return;
+        group gpus(2);
+        gpus.run([&](cpx::nccl& joined, auto const& meet) {
+            {
+                cuda::stream const stream;
+                cuda::communicator comm(joined, stream);
+                bring_many(comm, meet);
+            }
+            meet();
+            cuda::shared_memory memory(joined, 1 << 20);
+            meet();
+            if (!reach_each_other(memory)) return;
+            cuda::stream const stream;
+            cuda::shared_communicator comm(memory, stream);
+            bring_many(comm, meet);
+            meet();
+        });
+    }
+
+    TEST_CASE("captured halos and carries move, when they are replayed, the batch that was set last") {
         if (!has_gpus(2)) return;
         group gpus(2);
         gpus.run([&](cpx::nccl& joined, auto const& meet) {
             int const rank = joined.rank();
             kinds const of{joined.ranks()};
+            cuda::shared_memory memory(joined, 1 << 21);
+            meet();
+            if (!reach_each_other(memory)) return;
             cuda::stream const stream;
-            cuda::communicator comm(joined, stream);
-            cpx::capacity const most{700, 12};
-            auto const first = of.from(lengths({5}));
+            cuda::shared_communicator stores(memory, stream);
+            cuda::communicator sends(joined, stream);
+            auto const first = of.from(lengths({50, 8}));
             meet();
-            auto halos = cpx::make_movement<float>(cpx::halo(first, rank, 3), 6, most, comm);
+            auto move = cpx::make_movement<float>(first, of.to(first.batch()), 6, {60, 3}, stores);
             meet();
-            auto carries = cpx::make_movement<float>(cpx::carry<cpx::serial>(first, rank), {6, 0}, most, comm);
+            beside stored(stores, first);
             meet();
-            support::splitmix random(19); // the same on every rank
-            for (int round = 0; round < 20; ++round) {
-                std::vector<index_t> list;
-                for (index_t k = random.between(0, 12); k > 0; --k) list.push_back(random.between(0, 100));
-                auto const sharding = of.from(lengths(list));
-                auto x = cpx::make_tensor<float>(sharding, comm, 6), dx = cpx::make_tensor<float>(sharding, comm, 6);
-                x.write(numbers(sharding, rank, 6));
-                cpx::set_together(comm, [&] {
-                    halos.set(sharding);
-                    carries.set(sharding);
-                });
-                auto const& halo = halos.plan();
-                cuda::buffer<float> beside(halo.target_rows * 6), states(std::ssize(halo.segments) * 6),
-                    got(std::ssize(halo.segments) * 6);
+            beside sent(sends, first);
+            auto x = move.make_tensor(first), dx = move.make_tensor(first), other = move.make_tensor(first);
+            auto const [serial, scan] = stored.steps();
+            cpx::require(sent.steps() == std::pair(serial, scan), "test", "steps", "as many", "others");
+            stored.clear(), sent.clear();
+            x.write(numbers(first, rank, 6));
+            meet();
+            stored.run(x, dx, serial, scan);
+            sent.run(x, other, serial, scan);
+            stores.wait();
+            meet();
+            cpx::require(stored.read() == sent.read() && dx.read() == other.read(), "test", "rows through the window",
+                         "those that are sent", "others");
+            auto const captured = [&, serial = serial, scan = scan] { stored.run(x, dx, serial, scan); };
+            harness::graph const graph(stream, captured);
+            meet();
+            for (auto const& list :
+                 {std::vector<index_t>{50, 8}, {8, 16}, {60}, {1, 30, 29}, {2, 0, 3}, {}, {41, 19}}) {
+                auto const next = of.from(lengths(list));
+                x.hold(next), dx.hold(next), other.hold(next);
+                x.write(numbers(next, rank, 6));
+                stored.clear(), sent.clear();
                 meet();
-                halos(x, cpx::rows<float>(beside.data(), halo.target_rows, 6));
-                halos.transposed(cpx::rows<float const>(beside.data(), halo.target_rows, 6), dx);
-                comm.wait();
+                cpx::set_together(stores, [&] { stored.set(next); });
+                graph.launch(stream);
+                stores.wait();
                 meet();
-                check_beside(halo, beside.read(), text(list));
-
-                auto const& carry = carries.plan();
-                for (index_t level = 0; level < carry.steps; ++level) {
-                    auto const step = carry.step(level, cpx::side::before);
-                    std::vector<float> given; // each segment's first row, by its number in the batch
-                    for (index_t const i : carry.level(level))
-                        for (index_t c = 0; c < 6; ++c)
-                            given.push_back(static_cast<float>(
-                                carry.segments[static_cast<std::size_t>(i)].sequence * 1000 + level));
-                    given.resize(static_cast<std::size_t>(states.size()));
-                    states.write(given);
-                    meet();
-                    carries(level, cpx::side::before, cpx::rows<float const>(states.data(), step.source_rows, 6),
-                            cpx::rows<float>(got.data(), step.target_rows, 6));
-                    comm.wait();
-                    meet();
-                    auto const found = got.read();
-                    index_t row = 0;
-                    for (index_t const i : carry.level(level + 1)) {
-                        auto const sequence = carry.segments[static_cast<std::size_t>(i)].sequence;
-                        cpx::require(found[static_cast<std::size_t>(row * 6)] ==
-                                         static_cast<float>(sequence * 1000 + level),
-                                     "test", "state of the segment before", "its sequence's", text(list));
-                        ++row;
-                    }
-                }
+                sent.set(next);
+                sent.run(x, other, serial, scan);
+                sends.wait();
+                meet();
+                cpx::require(stored.read() == sent.read(), "test", "rows of a replay", "those that are sent",
+                             text(list));
+                cpx::require(dx.read() == other.read(), "test", "gradients of a replay", "those that are sent",
+                             text(list));
                 meet();
             }
+        });
+    }
+
+    TEST_CASE("ranks whose halos differ are named through the window at the next wait, and the next batch moves") {
+        if (!has_gpus(2)) return;
+        group gpus(2);
+        gpus.run([&](cpx::nccl& joined, auto const& meet) {
+            int const rank = joined.rank();
+            kinds const of{joined.ranks()};
+            cuda::shared_memory memory(joined, 1 << 20);
+            meet();
+            if (!reach_each_other(memory)) return;
+            cuda::stream const stream;
+            cuda::shared_communicator comm(memory, stream);
+            auto const one = lengths({8, 16}), other = lengths({400, 90});
+            meet();
+            auto halos = cpx::make_movement<float>(cpx::halo(of.from(one), rank, 3), 6, {600, 2}, comm);
+            meet();
+            auto const run = [&](cpx::thd const& batch) {
+                auto x = cpx::make_tensor<float>(of.from(batch), comm, 6);
+                x.write(numbers(of.from(batch), rank, 6));
+                halos.set(of.from(batch));
+                auto const count = halos.rows_of().second;
+                cuda::buffer<float> rows(count * 6);
+                meet();
+                halos(x, cpx::rows<float>(rows.data(), count, 6));
+                comm.wait();
+                check_beside(halos.plan(), rows.read(), "after an error");
+            };
+            rejects({"nccl_tensors.cu", "plan by which rows move: expected that of this rank, got another on ranks " +
+                                            std::to_string(1 - rank) + ": tokens 24 on rank 0, 490 on rank 1"},
+                    [&] { run(rank == 0 ? one : other); });
+            meet();
+            run(other);
+            meet();
         });
     }
 
@@ -664,7 +831,7 @@ TEST_SUITE("cuda") {
             cuda::stream const stream;
             cuda::shared_communicator comm(memory, stream);
             differ(comm, {{8, 16}, {3, 7, 9}},
-                   "cu_seqlens or plan of a relayout: expected those of this rank, got others on ranks " + other, meet);
+                   "cu_seqlens of a relayout: expected those of this rank, got others on ranks " + other, meet);
         });
     }
 

@@ -59,18 +59,19 @@ struct ranks {
     }
     ~ranks() { static_cast<void>(cudaFreeHost(found)); }
 
-    /// Returns what kernels have found, as "missing 1 differs 0 2"; nothing if all is well.
+    /// Returns what kernels have found, as "missing 1 cu_seqlens 0 2"; nothing if all is well.
     std::string faults() const {
         std::string text;
-        auto const add = [&](char const* name, std::uint8_t const* fault) {
+        auto const add = [&](char const* name, std::uint8_t const* fault, int what = 1) {
             bool first = true;
             for (int r = 0; r < count; ++r)
-                if (fault[r])
+                if (fault[r] == what)
                     text += (std::exchange(first, false) ? std::string(text.empty() ? "" : " ") + name : "") + ' ' +
                             std::to_string(r);
         };
         add("missing", found->missing);
-        add("differs", found->differs);
+        int field = 0;
+        for (char const* const name : {"cu_seqlens", "source", "target", "other"}) add(name, found->differs, ++field);
         add("refused", found->refused);
         return text;
     }

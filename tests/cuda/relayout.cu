@@ -262,7 +262,7 @@ TEST_SUITE("cuda") {
         cpx::cuda::buffer<float> const source{std::span<float const>(std::vector<float>(16 * 4, 1.0f))};
         using offsets = std::vector<std::int64_t>;
         auto const faults = [&](std::vector<offsets> const& of_ranks, cpx::index_t source_rows_of_2, bool untouched,
-                                cpx::index_t target_rows_of_1 = 16) {
+                                cpx::index_t target_rows_of_1 = 16, cpx::kernels::relayout_words other_in_1 = {}) {
             one_gpu::ranks const gpu(ranks, 16 * 4 * 4, 2);
             std::vector<cpx::cuda::buffer<std::int64_t>> device;
             std::vector<cpx::kernels::relayout_rows> arguments;
@@ -274,6 +274,8 @@ TEST_SUITE("cuda") {
                                                        std::span<index_t const>(device.back().data(), 3)));
             }
             arguments[1].target.last = target_rows_of_1 * 4 * 4;
+            auto& words = arguments[1].words;
+            words = {words.plan ^ other_in_1.plan, words.source ^ other_in_1.source, words.target ^ other_in_1.target};
             one_gpu::run(moves, arguments, gpu);
             for (auto const& memory : gpu.memory)
                 if (untouched) CHECK(memory.read() == std::vector<char>(16 * 4 * 4, '\x7f'));
@@ -281,7 +283,11 @@ TEST_SUITE("cuda") {
         };
         offsets const right{0, 30, 41};
         CHECK(faults({right, right, right}, 16, false) == "");
-        CHECK(faults({right, {0, 31, 41}, right}, 16, true) == "differs 0 1 2");
+        CHECK(faults({right, {0, 31, 41}, right}, 16, true) == "cu_seqlens 0 1 2");
+        CHECK(faults({right, {0, 31, 41}, right}, 16, true, 16, {4, 1}) == "cu_seqlens 0 1 2"); // the first field
+        CHECK(faults({right, right, right}, 16, true, 16, {4, 1}) == "source 0 1 2");
+        CHECK(faults({right, right, right}, 16, true, 16, {4, 0, 1u << 31}) == "target 0 1 2");
+        CHECK(faults({right, right, right}, 16, true, 16, {4}) == "other 0 1 2");
         CHECK(faults({right, {0, 42, 41}, right}, 16, true) == "refused 1");
         CHECK(faults({right, {1, 30, 41}, right}, 16, true) == "refused 1");
         CHECK(faults({right, {0, 30, std::int64_t{1} << 40}, right}, 16, true) == "refused 1");

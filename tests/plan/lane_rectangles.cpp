@@ -55,16 +55,16 @@ described describe(tables::message_tables const& t, std::span<tables::rectangle 
         std::ranges::sort(rows);
         list = list.subspan(static_cast<std::size_t>(size.rectangles));
     };
-    launch(t.pack), launch(t.unpack);
+    launch(t.pack), launch(t.keep), launch(t.unpack);
     for (auto const& size : t.add) launch(size);
     CHECK(list.empty());
     return d;
 }
 
 /// Checks that lanes give the tables of a plan. Returns whether they tell what moves of its batch.
-bool check(cpx::plan const& p, cpx::lane_plan const& lanes, tables::row_shapes const& shape) {
+bool check(cpx::plan const& p, cpx::lane_plan const& lanes, tables::row_shapes const& shape, bool stored = false) {
     std::vector<tables::rectangle> list;
-    auto const expected = tables::tables_of(tables::listed_rectangles(p, shape, list), {});
+    auto const expected = tables::tables_of(tables::listed_rectangles(p, shape, list), {}, stored);
 
     std::vector<tables::rectangle> by_lanes(2 * (lanes.sends.size() + lanes.receives.size() + 8) * 8 *
                                             static_cast<std::size_t>(p.batch.sequences() + 1));
@@ -75,7 +75,7 @@ bool check(cpx::plan const& p, cpx::lane_plan const& lanes, tables::row_shapes c
         if (!made.next(lanes, shape)) return false;
         CHECK(made.rows(true) == p.source_rows);
         CHECK(made.rows(false) == p.target_rows);
-        auto const got = tables::tables_of(made, {});
+        auto const got = tables::tables_of(made, {}, stored);
         if (before == 0) continue;
         all_work.add(made.work());
         auto const numbers = all_work.list(p.batch);
@@ -95,7 +95,7 @@ bool check(cpx::plan const& p, cpx::lane_plan const& lanes, tables::row_shapes c
         auto const second = std::span<tables::rectangle const>(by_lanes).subspan(count / 2, count / 2);
         CHECK((describe(got, second) == describe(expected, list)));
     }
-    return true;
+    return stored || check(p, lanes, shape, true);
 }
 
 /// Checks that tables of a plan's exchanges in one direction are no more than what a movement reserves that is made for
@@ -113,11 +113,15 @@ void check_room(Plan const& first, Plan const& p, typename cpx::detail::moved<Pl
     auto const room = kind::room(first, width, most, cpx::caller::here());
     auto const sizes = tables::most_tables(room, ranks, 2, cpx::caller::here());
     std::vector<tables::rectangle> list;
-    for (cpx::plan const& one : plans) {
-        auto const t = tables::tables_of(tables::listed_rectangles(one, {w, w, w + 8, w + 8, 2}, list), {});
-        CHECK(std::max(t.packed, t.unpacked) <= sizes.staged);
+    for (bool const stored : {false, true}) {
+        list.clear();
+        for (cpx::plan const& one : plans) {
+            auto const t = tables::tables_of(tables::listed_rectangles(one, {w, w, w + 8, w + 8, 2}, list), {}, stored);
+            CHECK(std::max(t.packed, t.unpacked) <= sizes.staged);
+        }
+        CHECK(std::ssize(list) <= sizes.rectangles);
     }
-    CHECK(std::ssize(list) <= sizes.rectangles);
+    CHECK(std::ssize(plans) <= room.exchanges);
 }
 
 /// Checks one kind of plan, there and back, with the lanes of another one, of `first`. Returns how many batches lanes

@@ -33,7 +33,7 @@ public:
     using prepared = prepared_plans<T, Plan>;
 
     explicit communicator(nccl& comm, cudaStream_t in, memory_resource& from = default_resource())
-        : comm_(comm), from_(&from), memory_(in, from), tables_(in) {}
+        : communicator(comm, in, from, nullptr) {}
 
     int rank() const { return comm_.rank(); }
     int ranks() const { return comm_.ranks(); }
@@ -45,6 +45,8 @@ public:
         tables_ = detail::batch_tables(other);
     }
     nccl& nccl_communicator() const { return comm_; }
+    /// Returns the memory that kernels of all ranks reach, if halos and carries go there, or null.
+    peer_resource* through() const { return through_; }
     /// Returns what makes the tables of movements; see `set_together`.
     detail::batch_tables& tables() { return tables_; }
 
@@ -82,6 +84,10 @@ public:
     /// within the deadline or moved rows of another batch, or another error of NCCL's or the device's.
     void wait(caller here = caller::here()) const { comm_.wait(stream(), here); }
 
+protected:
+    communicator(nccl& comm, cudaStream_t in, memory_resource& from, peer_resource* through)
+        : comm_(comm), from_(&from), through_(through), memory_(in, from), tables_(in) {}
+
 private:
     template <class T>
     void exchange_aligned(plan const& p, rows<T const> const& from, rows<T> const& to, caller here) {
@@ -102,6 +108,7 @@ private:
 
     nccl& comm_;
     memory_resource* from_;
+    peer_resource* through_;
     cuda::memory memory_;
     detail::batch_tables tables_;
     std::deque<std::pair<event, std::shared_ptr<void>>> kept_;
@@ -147,7 +154,11 @@ private:
     exchange<T> by_;
 };
 
-/// What a `cpx::movement` prepares on devices: to send and receive rows, but those of the ranks `others`.
+/// What a `cpx::movement` prepares on devices: to send and receive rows, but those of the ranks `others`. Those of
+/// halos and carries, which are few, go through memory that all ranks reach, if there is such.
+///
+/// Through memory, a call that is captured moves, when it is replayed, rows of the batch that was set last before the
+/// replay; its rows have room for every batch that fits.
 template <class T, class Plan>
 class prepared_plans {
     using kind = cpx::detail::moved<Plan>;
@@ -164,11 +175,12 @@ public:
         set(*there_, of, plan_of, false, here);
         now_ = of;
         back_is_set_ = false;
+        if (back_ && comes_back_) set_back(plan_of, here);
     }
     template <class F>
     void operator()(F&& plan_of, bool back, index_t number, rows<T const> const& from, rows<T> const& to, caller here) {
         bool const mirrored = back && !back_;
-        if (back && !mirrored && !std::exchange(back_is_set_, true)) set(*back_, now_, plan_of, true, here);
+        if (back && !mirrored) set_back(plan_of, here);
         (*(back && !mirrored ? back_ : there_))(from, to, number, mirrored, here);
     }
     template <class F>
@@ -179,13 +191,32 @@ public:
 
 private:
     using one_way = std::unique_ptr<batch_exchange<T>>;
+    /// Makes ready for calls back, unless they are. Where these may be captured, batches that come later do so at once.
+    template <class F>
+    void set_back(F&& plan_of, caller here) {
+        comes_back_ = through() != nullptr;
+        if (back_is_set_) return;
+        if (comes_back_) {
+            cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
+            check(cudaStreamIsCapturing(comm_.stream(), &capturing), "cudaStreamIsCapturing", here);
+            require(capturing == cudaStreamCaptureStatusNone, "movement", "stream of the first call back of a batch",
+                    "one that does not capture", "a capture", here);
+        }
+        set(*back_, now_, plan_of, true, here);
+        back_is_set_ = true;
+    }
+    peer_resource* through() const {
+        constexpr bool moves_little =
+            !cpx::detail::is_relayout<Plan> && !std::tuple_element_t<0, typename kind::batch>::every_row;
+        return moves_little ? comm_.through() : nullptr;
+    }
     template <class F>
     void set(batch_exchange<T>& to, typename kind::batch const& of, F&& plan_of, bool back, caller here) {
         auto const list = [&](auto&& use) { kind::exchanges(plan_of(), width_, back, use); };
         to.set(std::get<0>(of).batch(), cpx::detail::cut_alike(of, first_), list, here);
     }
     one_way ready(Plan const& p, bool back, capacity const& most, range others, caller here) const {
-        exchange_options const of{.others = others, .room = kind::room(p, width_, most, here)};
+        exchange_options const of{.others = others, .room = kind::room(p, width_, most, here), .through = through()};
         return kind::exchanges(p, width_, back, [&](std::span<plan const> plans) {
             return std::make_unique<batch_exchange<T>>(plans, kind::lanes(p, width_, back), std::vector<lane_plan>(),
                                                        kind::row_width(width_), comm_, of, here);
@@ -196,7 +227,7 @@ private:
     typename kind::width width_;
     typename kind::batch first_, now_; ///< for which it was made, and has been set
     one_way there_, back_;             ///< those back, unless they are the same the other way
-    bool back_is_set_ = true;
+    bool back_is_set_ = true, comes_back_ = false;
 };
 
 } // namespace cpx::cuda

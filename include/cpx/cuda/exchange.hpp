@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Runs a plan between GPUs by send and receive: packed, one message a peer, unpacked.
+// Runs a plan between GPUs: packed, one message a peer, unpacked.
 #pragma once
 
 #include <cpx/cuda/arguments.hpp>
+#include <cpx/cuda/exchange_tables.hpp>
 #include <cpx/cuda/launch.hpp>
+#include <cpx/cuda/message_window.hpp>
+#include <cpx/cuda/message_wires.hpp>
 #include <cpx/cuda/nvtx.hpp>
 #include <cpx/cuda/write_numbers.hpp>
 #include <cpx/plan/capacity.hpp>
@@ -37,6 +40,7 @@ struct exchange_options {
     index_t from_stride = 0, to_stride = 0; ///< elements from row to row, 0 for dense
     range others = {};                      ///< ranks whose rows go from and to this one in another way
     std::optional<movement_room> room = {}; ///< what plans that come later take; none: none come
+    peer_resource* through = nullptr; ///< memory that all ranks reach, where messages are stored; null: they are sent
 };
 
 /// Plans made ready for device buffers of elements T: tables and staging memory, made once, used by every call.
@@ -46,6 +50,10 @@ struct exchange_options {
 /// or received into, its place. A plan that sums adds in rank order. Made by all ranks of the communicator, on its
 /// device; calls are collective and in the same order on all ranks, in one stream or ordered by events. Can be
 /// captured; before this object is destroyed the graph has ended for good.
+///
+/// Through memory that all ranks reach, every rank packs its messages where its peers unpack them, and all ranks meet
+/// in each call. A call that was captured runs, when it is replayed, the plan of its number that was set last: its
+/// buffers have room for every plan, their rows are as far apart as they were.
 template <class T>
 class exchange {
 public:
@@ -65,15 +73,20 @@ public:
             of.room ? cpx::detail::most_tables(*of.room, comm.ranks(), sizeof(T), here) : cpx::detail::table_sizes{};
         most.rectangles = std::max(most.rectangles, std::ssize(made.list));
         most.staged = std::max(most.staged, made.staged);
+        if (of.through) slots_ = std::max(std::ssize(plans), of.room ? of.room->exchanges : 0);
         list_ = buffer<char>(head() + most.rectangles * static_cast<index_t>(sizeof(kernels::rectangle)), here);
-        staged_out_ = buffer<char>(most.staged, here);
-        staged_in_ = buffer<char>(most.staged, here);
         load_write_numbers(here);
         static_cast<void>(comm.others(here)); // allocated now, not in a capture
+        if (of.through) {
+            window_.emplace(*of.through, most.staged, here);
+            if constexpr (addable) window_->load(kernels::add_rectangles<T>, here);
+        } else {
+            wires_.emplace(comm, most.staged, here);
+            wires_->connect(made.plans, of.room.has_value(), here);
+        }
         cuda::stream const stream;
-        connect(made.plans, stream, here);
         put(std::move(made), word_of(plans), !of.room, stream, here);
-        settle(stream, here);
+        detail::message_wires::settle(comm, stream, here);
     }
     /// The same of one plan.
     exchange(plan const& p, index_t width, nccl& comm, exchange_options const& of = {}, caller here = caller::here())
@@ -99,6 +112,7 @@ public:
         std::uint64_t const word = word_of(plans);
         cpx::detail::lane_work work{.numbers = {words_job(word)}};
         work.put(list(), std::span<kernels::rectangle const>(made.list));
+        put_slots(made, work);
         if (to.add(batch, std::move(work), here)) return commit(std::move(made), false);
         to.write(here); // of the batch before, perhaps
         put(std::move(made), word, false, to.stream(), here);
@@ -118,9 +132,10 @@ public:
             auto const first = static_cast<std::size_t>(all.rectangles());
             if (!all.next(p, shape_of(source, target))) return false;
             source.rows = all.rows(true), target.rows = all.rows(false);
-            made.add({source, target, p.kind == flow::sums, first, cpx::detail::tables_of(all, of_.others)});
+            made.add({source, target, p.kind == flow::sums, first, cpx::detail::tables_of(all, of_.others, stores())});
         }
-        if (all.rectangles() > room() || made.staged > staged_out_.size()) return false;
+        if (all.rectangles() > room() || made.staged > staged() || !has_slots(made)) return false;
+        put_slots(made, all.work());
         all.work().numbers.push_back(words_job(word_of(plans.size(), id_of)));
         if (!to.add(batch, std::move(all.work()), here)) return false;
         commit(std::move(made), false);
@@ -143,48 +158,13 @@ public:
         cpx::detail::check_buffers(where, from, {source.rows, source.width}, to, {target.rows, target.width}, here);
         require_there("source", from, source, here);
         require_there("target", to, target, here);
-        comm_.begin_call(here);
-        auto const range = named_range<"cpx exchange, send and receive">();
-        auto *const x = reinterpret_cast<char*>(const_cast<T*>(from.data())), *const y =
-                                                                                  reinterpret_cast<char*>(to.data());
-        kernels::rectangle_buffers const buffers{{back ? y : x, back ? x : y, staged_out_.data(), staged_in_.data()}};
-        if ((p.sums || !target.covered) && to.count() > 0 && to.width() > 0)
-            check(cudaMemset2DAsync(to.data(), bytes(target.stride), 0, bytes(to.width()),
-                                    static_cast<std::size_t>(to.count()), stream),
-                  "cudaMemset2DAsync", here);
         cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
         check(cudaStreamIsCapturing(stream, &capturing), "cudaStreamIsCapturing", here);
-        bool early = !fresh_; // the first kernel may be the next after those that have written the list
-        cpx::detail::message_tables const& t = p.tables;
-        auto const* const pack = list() + p.first;
-        auto const* const unpack = pack + t.pack.rectangles;
-        auto const listed = [&](kernels::rectangle const* first, launch_size size) {
-            return kernels::rectangle_list{first, size.rectangles, size.slices, back, std::exchange(early, true)};
-        };
-        auto const copy = [&](kernels::rectangle const* first, launch_size size, kernels::word_check const& words) {
-            if (size.slices > 0 || words.own)
-                launch_early(kernels::copy_rectangles<>, grid(size), 512, 0, stream, "copy_rectangles", here,
-                             listed(first, size), buffers, words);
-        };
-        back ? copy(unpack, t.unpack, {}) : copy(pack, t.pack, {});
-        bool const compares = send_and_receive(
-            back ? t.receives : t.sends, back ? t.sends : t.receives,
-            [&](wire const& w) { return std::pair(buffers.base[w.buffer] + w.offset, w.bytes); }, stream, here);
-        auto const words = compares ? kernels::word_check{word(), word() + 1, comm_.ranks(), comm_.others(here)}
-                                    : kernels::word_check{};
-        back ? copy(pack, t.pack, words) : copy(unpack, t.unpack, words);
-        if constexpr (addable) {
-            auto const* next = unpack + t.unpack.rectangles;
-            for (launch_size const size : t.add) {
-                if (size.slices > 0)
-                    launch_early(kernels::add_rectangles<T>, grid(size), 256, 0, stream, "add_rectangles", here,
-                                 listed(next, size), buffers);
-                next += size.rectangles;
-            }
-        }
-        if (capturing != cudaStreamCaptureStatusNone) return;
-        fresh_ = fresh_ && !early;
-        done_.record(stream, here);
+        bool const captured = capturing != cudaStreamCaptureStatusNone;
+        auto *const x = reinterpret_cast<char*>(const_cast<T*>(from.data())), *const y =
+                                                                                  reinterpret_cast<char*>(to.data());
+        window_ ? store(number, back, x, y, captured, stream, here) : send(p, back, x, y, captured, stream, here);
+        if (!captured) done_.record(stream, here);
     }
 
     /// Returns how many rows plan `number` takes, and how many it brings.
@@ -206,29 +186,11 @@ public:
 private:
     static constexpr char const* where = "cuda::exchange";
     static constexpr bool addable = requires(T a, T b) { static_cast<T>(a + b); };
-    /// One end of a plan, as the caller's buffer is to be, and whether messages fill it.
-    struct end {
-        index_t rows, width, stride;
-        bool covered;
-    };
     using wire = cpx::detail::wire;
     using launch_size = cpx::detail::launch_size;
-    /// A plan whose tables are on the device.
-    struct ready {
-        end source, target;
-        bool sums;
-        std::size_t first; ///< of its rectangles
-        cpx::detail::message_tables tables;
-    };
-    struct tables {
-        std::vector<ready> plans;
-        std::vector<kernels::rectangle> list;
-        index_t staged = 0; ///< bytes that leave, or come, by one plan
-        void add(ready p) {
-            staged = std::max({staged, p.tables.packed, p.tables.unpacked});
-            plans.push_back(std::move(p));
-        }
-    };
+    using end = detail::exchange_end;
+    using ready = detail::ready_plan;
+    using tables = detail::exchange_tables;
     static cpx::detail::row_shapes shape_of(end const& source, end const& target) {
         return {source.width, target.width, source.stride, target.stride, static_cast<index_t>(sizeof(T))};
     }
@@ -262,10 +224,12 @@ private:
             require(source.stride >= source.width && target.stride >= target.width, where, "strides",
                     "at least the widths", std::min(source.stride, target.stride), here);
             cpx::detail::listed_rectangles all(p, shape_of(source, target), made.list);
-            made.add({source, target, sums, made.list.size(), cpx::detail::tables_of(all, of_.others)});
+            std::size_t const first = made.list.size();
+            made.add({source, target, sums, first, cpx::detail::tables_of(all, of_.others, stores())});
         }
         if (!later) return made;
-        index_t const count = std::ssize(made.list), bytes = staged_out_.size();
+        index_t const count = std::ssize(made.list), bytes = staged();
+        require(has_slots(made), where, "plans", detail::in_words("at most ", slots_), made.plans.size(), here);
         require(count <= room(), where, "rectangles of the plans", detail::in_words("at most ", room()), count, here);
         require(made.staged <= bytes, where, "bytes that leave or come", detail::in_words("at most ", bytes),
                 made.staged, here);
@@ -276,6 +240,11 @@ private:
         std::size_t const before = static_cast<std::size_t>(head()) / sizeof word,
                           bytes = made.list.size() * sizeof(kernels::rectangle);
         std::vector<index_t> numbers(before + bytes / sizeof word, static_cast<index_t>(word));
+        if (slots_ > 0) {
+            auto known = made.known_to_kernels();
+            known.resize(static_cast<std::size_t>(slots_));
+            std::memcpy(reinterpret_cast<char*>(numbers.data()) + words(), known.data(), head() - words());
+        }
         if (bytes > 0) std::memcpy(numbers.data() + before, made.list.data(), bytes);
         write_numbers(numbers, reinterpret_cast<index_t*>(list_.data()), stream, here);
         commit(std::move(made), compared);
@@ -300,6 +269,14 @@ private:
     std::uint64_t word_of(std::span<plan const> plans) {
         return word_of(plans.size(), [&](std::size_t i) -> identity const& { return plans[i].id; });
     }
+    /// Lists what kernels know of plans, where there is a place for them.
+    void put_slots(tables const& made, cpx::detail::lane_work& work) const {
+        if (slots_ == 0) return;
+        auto const known = made.known_to_kernels();
+        index_t const each = sizeof known[0] / sizeof(index_t), count = std::ssize(known);
+        work.put(slots(), std::span<kernels::message_plan const>(known));
+        work.numbers.push_back({reinterpret_cast<index_t*>(slots() + count), 0, (slots_ - count) * each, 0});
+    }
     /// Returns what writes a word before the rectangles, for this rank and all.
     cpx::detail::number_job words_job(std::uint64_t word) const {
         return {reinterpret_cast<index_t*>(this->word()), static_cast<index_t>(word), 1 + comm_.ranks(), 0};
@@ -307,13 +284,17 @@ private:
     void commit(tables made, bool compared) {
         plans_ = std::move(made.plans);
         fresh_ = !compared;
-        told_.assign(static_cast<std::size_t>(comm_.ranks()), compared);
-        heard_ = told_;
+        if (wires_) wires_->begin(compared);
     }
     /// Returns how many rectangles there is room for.
     index_t room() const { return (list_.size() - head()) / static_cast<index_t>(sizeof(kernels::rectangle)); }
-    /// Bytes before the rectangles: this rank's word, and that of every rank.
-    index_t head() const { return (comm_.ranks() + 8) / 8 * 64; }
+    /// Bytes before the rectangles: this rank's word, and that of every rank; then plans as kernels know them.
+    index_t head() const { return words() + slots_ * static_cast<index_t>(sizeof(kernels::message_plan)); }
+    index_t words() const { return (comm_.ranks() + 8) / 8 * 64; }
+    kernels::message_plan* slots() const { return reinterpret_cast<kernels::message_plan*>(list_.data() + words()); }
+    bool has_slots(tables const& made) const { return !stores() || std::ssize(made.plans) <= slots_; }
+    bool stores() const { return of_.through != nullptr; }
+    index_t staged() const { return window_ ? window_->bytes() : wires_->bytes(); }
     std::uint64_t* word() const { return reinterpret_cast<std::uint64_t*>(list_.data()); }
     kernels::rectangle* list() const { return reinterpret_cast<kernels::rectangle*>(list_.data() + head()); }
 
@@ -325,63 +306,76 @@ private:
                 detail::address(b.data()) % 16, here);
         detail::require_memory(where, {{which, b}}, here);
     }
-    /// Gives all messages to the stream; `place`: returns where one is and its bytes. With the first to a rank, after
-    /// plans were set, goes the word. Returns whether words come.
-    template <class Place>
-    bool send_and_receive(std::vector<wire> const& sends, std::vector<wire> const& receives, Place&& place,
-                          cudaStream_t stream, caller here) {
-        if (sends.empty() && receives.empty()) return false;
-        bool compares = false;
-        auto const each = [&](auto operation, std::vector<wire> const& messages, std::vector<char>& known,
-                              auto&& word_of) {
-            auto const give = [&](void* data, index_t size, int peer) { // the group's end reports failures
-                static_cast<void>(operation(data, static_cast<std::size_t>(size), ncclInt8, peer, comm_.get(), stream));
-            };
-            for (wire const& w : messages) {
-                if (!std::exchange(known[static_cast<std::size_t>(w.peer)], 1)) {
-                    give(word_of(w.peer), sizeof(std::uint64_t), w.peer);
-                    compares = true;
-                }
-                auto const [data, size] = place(w);
-                give(data, size, w.peer);
-            }
-        };
-        comm_.call(
-            "ncclSend and ncclRecv",
-            [&] {
-                static_cast<void>(ncclGroupStart());
-                each(ncclSend, sends, told_, [&](int) { return word(); });
-                each(ncclRecv, receives, heard_, [&](int peer) { return word() + 1 + peer; });
-                return ncclGroupEnd();
-            },
-            here);
-        return compares;
-    }
-    /// Sends a byte for every message: NCCL connects two ranks when they first meet, which waits for both on the host.
-    void connect(std::vector<ready> const& plans, cudaStream_t stream, caller here) {
-        std::vector<wire> sends, receives;
-        for (int peer = 0; of_.room && peer < comm_.ranks(); ++peer)
-            if (peer != comm_.rank()) sends.push_back({peer, 0, 0, 1});
-        if (of_.room) receives = sends;
-        for (std::size_t i = 0; !of_.room && i < plans.size(); ++i) {
-            auto const& t = plans[i].tables;
-            sends.insert(sends.end(), t.sends.begin(), t.sends.end());
-            receives.insert(receives.end(), t.receives.begin(), t.receives.end());
-        }
+    /// Packs, sends, receives and unpacks: from `x` to `y`.
+    void send(ready const& p, bool back, char* x, char* y, bool captured, cudaStream_t stream, caller here) {
+        end const& target = back ? p.source : p.target;
         comm_.begin_call(here);
-        told_.assign(static_cast<std::size_t>(comm_.ranks()), true);
-        heard_ = told_;
-        buffer<char> const bytes(std::ssize(sends) + std::ssize(receives), here);
-        char* next = bytes.data();
-        send_and_receive(
-            sends, receives, [&](wire const&) { return std::pair(next++, index_t{1}); }, stream, here);
-        settle(stream, here);
+        auto const range = named_range<"cpx exchange, send and receive">();
+        kernels::rectangle_buffers const buffers{{back ? y : x, back ? x : y, wires_->out(), wires_->in()}};
+        if (index_t const rows = p.zeros(target); rows > 0 && target.width > 0)
+            check(cudaMemset2DAsync(y, bytes(target.stride), 0, bytes(target.width), static_cast<std::size_t>(rows),
+                                    stream),
+                  "cudaMemset2DAsync", here);
+        bool early = !fresh_; // the first kernel may be the next after those that have written the list
+        cpx::detail::message_tables const& t = p.tables;
+        auto const* const pack = list() + p.first;
+        auto const* const unpack = pack + t.pack.rectangles;
+        auto const listed = [&](kernels::rectangle const* first, launch_size size) {
+            return kernels::rectangle_list{first, size.rectangles, size.slices, back, std::exchange(early, true)};
+        };
+        auto const copy = [&](kernels::rectangle const* first, launch_size size, kernels::word_check const& words) {
+            if (size.slices > 0 || words.own)
+                launch_early(kernels::copy_rectangles<>, grid(size), 512, 0, stream, "copy_rectangles", here,
+                             listed(first, size), buffers, words);
+        };
+        back ? copy(unpack, t.unpack, {}) : copy(pack, t.pack, {});
+        bool const compares = (*wires_)(
+            back ? t.receives : t.sends, back ? t.sends : t.receives, word(),
+            [&](wire const& w) { return std::pair(buffers.base[w.buffer] + w.offset, w.bytes); }, stream, here);
+        auto const words = compares ? kernels::word_check{word(), word() + 1, comm_.ranks(), comm_.others(here)}
+                                    : kernels::word_check{};
+        back ? copy(pack, t.pack, words) : copy(unpack, t.unpack, words);
+        if constexpr (addable) {
+            auto const* next = unpack + t.unpack.rectangles;
+            for (launch_size const size : t.add) {
+                if (size.slices > 0)
+                    launch_early(kernels::add_rectangles<T>, grid(size), 256, 0, stream, "add_rectangles", here,
+                                 listed(next, size), buffers);
+                next += size.rectangles;
+            }
+        }
+        if (!captured) fresh_ = fresh_ && !early;
     }
-    /// Waits for a stream of this object's own. What has been found of other ranks is left for the caller's wait.
-    void settle(cudaStream_t stream, caller here) {
-        event end;
-        end.record(stream, here);
-        comm_.wait(end, here);
+    /// Stores where the others unpack, meets them and unpacks. What is captured launches as much for any plan.
+    void store(index_t number, bool back, char* x, char* y, bool captured, cudaStream_t stream, caller here) {
+        auto const range = named_range<"cpx exchange, window">();
+        ready const& p = plans_[static_cast<std::size_t>(number)];
+        end const& target = back ? p.source : p.target;
+        kernels::message_plan const* const slot = slots() + number;
+        auto const pitch = static_cast<index_t>(bytes(target.stride)), row = static_cast<index_t>(bytes(target.width));
+        kernels::message_push leaves{.plan = slot, .list = list(), .word = word(), .source = x, .target = y};
+        leaves.target_pitch = pitch, leaves.target_bytes = static_cast<int>(row);
+        leaves.target_vector = detail::vector_bytes({pitch, row});
+        leaves.others = comm_.others(here), leaves.back = back;
+        window_->push(leaves, stream, here);
+        kernels::rectangle_buffers const buffers{{back ? y : x, back ? x : y, window_->data(), window_->data()}};
+        auto const move = [&](auto kernel, int block, launch_size size, kernels::list_part const& part,
+                              kernels::list_part const* next, auto const&... more) {
+            if (captured || size.slices > 0)
+                launch_early(kernel, captured ? 256 : grid(size), block, 0, stream, "unpacks", here,
+                             kernels::rectangle_list{list(), 0, 0, back, true, &part, next}, buffers, more...);
+        };
+        cpx::detail::message_tables const& t = p.tables;
+        launch_size const both{0, t.keep.slices + (back ? t.pack : t.unpack).slices};
+        if (!p.sums)
+            return move(kernels::copy_rectangles<>, 512, both, back ? slot->pack : slot->keep,
+                        back ? &slot->keep : &slot->unpack, kernels::word_check{});
+        if constexpr (addable)
+            for (int rank = 0; rank < comm_.ranks(); ++rank) {
+                auto const added = std::ranges::find(t.add, rank, &launch_size::peer);
+                move(kernels::add_rectangles<T>, 256, added == t.add.end() ? launch_size{} : *added, slot->add[rank],
+                     nullptr);
+            }
     }
 
     nccl& comm_;
@@ -389,10 +383,11 @@ private:
     index_t width_;
     exchange_options of_;
     std::vector<ready> plans_;
-    std::vector<char> told_, heard_; ///< of every rank: whether its word has gone there, or come, since plans were set
-    buffer<char> list_;              ///< words, then rectangles
-    buffer<char> staged_out_, staged_in_;
-    bool fresh_ = false; ///< whether the list has just been written
+    index_t slots_ = 0; ///< plans that kernels know, where messages are stored
+    buffer<char> list_; ///< words, those plans, then rectangles
+    std::optional<detail::message_wires> wires_;
+    std::optional<detail::message_window> window_; ///< instead of these
+    bool fresh_ = false;                           ///< whether the list has just been written
 };
 
 } // namespace cpx::cuda

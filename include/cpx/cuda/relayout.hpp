@@ -5,6 +5,7 @@
 #include <cpx/cuda/arguments.hpp>
 #include <cpx/cuda/launch.hpp>
 #include <cpx/cuda/nvtx.hpp>
+#include <cpx/cuda/peer_memory.hpp>
 #include <cpx/layout/head_sharded.hpp>
 #include <cpx/layout/sharded.hpp>
 #include <cpx/plan/relayout.hpp>
@@ -16,16 +17,6 @@
 #include <vector>
 
 namespace cpx::cuda {
-
-/// Memory of the ranks that this device reaches, and where their kernels meet; see `shared_memory`.
-struct peer_memory {
-    char* base[kernels::most_ranks] = {}; ///< of the same place in every peer's memory
-    int first = 0;                        ///< the rank that base[0] belongs to; the next ones follow
-    int device = -1;                      ///< of this rank
-    index_t bytes = 0;                    ///< from there on, the same on every rank
-    kernels::meeting meeting{};
-    int blocks = 128; ///< a launch, the same on every rank, all of them resident
-};
 
 namespace detail {
 
@@ -105,18 +96,19 @@ public:
     /// Moves tensors of other shardings from now on, of as many ranks and the same sections.
     void set(From const& from, To const& to) {
         using cpx::detail::mix, cpx::detail::mix_all, cpx::detail::sharding_hash, cpx::detail::sharding_name;
-        static std::uint64_t const types = mix_all(mix_all(0, sharding_name<From>()), sharding_name<To>());
-        std::uint64_t print = types;
-        for (auto const hash : {from.batch().hash(), sharding_hash(from), sharding_hash(to)}) print = mix(print, hash);
-        set(from, to, static_cast<std::uint32_t>(print));
+        static std::uint64_t const types[] = {mix_all(0, sharding_name<From>()), mix_all(0, sharding_name<To>())};
+        std::uint64_t const source = mix(types[0], sharding_hash(from)), target = mix(types[1], sharding_hash(to)),
+                            plan = mix(mix(from.batch().hash(), source), target);
+        auto const word = [](std::uint64_t hash) { return static_cast<std::uint32_t>(hash); };
+        set(from, to, {word(plan), word(source), word(target)});
     }
-    /// The same; `print` stands for both, and for what else ranks are to have in common.
-    void set(From const& from, To const& to, std::uint32_t print) {
+    /// The same; `words` stand for both, and the plan's for what else ranks are to have in common.
+    void set(From const& from, To const& to, kernels::relayout_words const& words) {
         from_ = detail::side_of(from);
         to_ = detail::side_of(to);
         source_rows_ = from.rows(rank_);
         target_rows_ = to.rows(rank_);
-        fingerprint_ = print;
+        words_ = words;
     }
 
     /// Returns the bytes of this rank's target. Of the others the kernel knows.
@@ -165,7 +157,7 @@ public:
         kernels::relayout_rows r{};
         r.offsets = batch.data();
         r.sequences = static_cast<int>(std::ssize(batch)) - 1;
-        r.word = fingerprint_;
+        r.words = words_;
         r.target = {offset, memory.bytes};
         r.first = memory.first;
         r.runs = runs_;
@@ -213,7 +205,7 @@ private:
     detail::device_side_of<From> from_;
     detail::device_side_of<To> to_;
     int rank_, runs_ = 0;
-    std::uint32_t fingerprint_ = 0;
+    kernels::relayout_words words_ = {};
     index_t source_rows_, target_rows_, source_width_ = 0;
     std::vector<peer_target> targets_; ///< of every rank
 };

@@ -17,14 +17,16 @@ template <class T, class Plan>
 class shared_plans;
 
 /// A `communicator` with memory that peers write, into which its movements relay out: their targets are made by
-/// `movement::make_tensor`. What it does otherwise is as there. The memory outlives it.
+/// `movement::make_tensor`. Where all ranks reach each other, halos and carries go there, too, also those of operators:
+/// whoever brings them takes as many bytes of it as one exchange takes, or brings, at most. What it does otherwise is
+/// as a `communicator` does. The memory outlives it.
 class shared_communicator : public communicator {
 public:
     template <class T, class Plan>
     using prepared = shared_plans<T, Plan>;
 
     shared_communicator(shared_memory& shared, cudaStream_t in, memory_resource& from = default_resource())
-        : communicator(shared.comm(), in, from), shared_(shared) {}
+        : communicator(shared.comm(), in, from, shared.one_kernel() ? &shared : nullptr), shared_(shared) {}
 
     shared_memory& shared() const { return shared_; }
     /// As `communicator::wait`; a batch that differs between ranks, or does not fit, breaks nothing.
@@ -34,8 +36,9 @@ private:
     shared_memory& shared_;
 };
 
-/// What its movements prepare: to send and receive, but for relayouts between shardings whose addresses can be computed
-/// on a device (not of `table` and `by_length`).
+/// What its movements prepare: halos and carries, where all ranks reach each other, through the memory; else to send and
+/// receive, but for relayouts between shardings whose addresses can be computed on a device (not of `table` and
+/// `by_length`).
 template <class T, class Plan>
 class shared_plans : public prepared_plans<T, Plan> {
 public:

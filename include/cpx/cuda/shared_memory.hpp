@@ -13,14 +13,15 @@
 
 namespace cpx::cuda {
 
-/// As many bytes on every rank, into which relayouts move rows: where tensors are that peers write.
+/// As many bytes on every rank, into which relayouts move rows, and halos and carries: where tensors are that peers
+/// write, and messages.
 ///
 /// Each rank allocates and frees as it likes: where a target is, its rank tells the others in the call. Neighbouring
 /// ranks of a host that reach each other's memory (NVLink) are a group, in which one kernel moves rows; to and from
 /// other groups they are sent and received, also where ranks are dealt to hosts in turn. The ranks agree on the groups
 /// when the memory is made.
 /// Made and freed by all ranks in the same order.
-class shared_memory final : public memory_resource {
+class shared_memory final : public peer_resource {
 public:
     /// `most`: ranks of a group, 1 to send and receive between all. `blocks`: of a kernel, one a multiprocessor at
     /// most, the same on every rank; 0: up to 128. Fewer leave room for other kernels. `own`: groups have communicators
@@ -73,7 +74,7 @@ public:
         return blocks_.empty();
     }
     /// Returns where what begins at `memory` has been allocated, in bytes. Throws `cpx::error` if nothing has been.
-    range place(void const* memory, caller here = caller::here()) const {
+    range place(void const* memory, caller here = caller::here()) const override {
         std::lock_guard const lock(guard_);
         auto const found = blocks_.find(static_cast<char const*>(memory) - data());
         require(found != blocks_.end(), "cuda::shared_memory", "target", "a tensor in this memory", "another", here);
@@ -90,7 +91,7 @@ public:
     index_t bytes() const { return window_ ? window_->bytes() : plain_.size(); }
 
     /// Returns the group's memory for the one-kernel relayout. Throws if an earlier kernel found ranks at fault.
-    peer_memory peers(caller here = caller::here()) const {
+    peer_memory peers(caller here = caller::here()) const override {
         require(window_ != nullptr, "cuda::shared_memory", "ranks whose memory this one reaches", "some", "none", here);
         peer_memory m;
         named([&] { m = window_->peers(here); }, here);
@@ -98,7 +99,7 @@ public:
         return m;
     }
     /// Counts a kernel that the group has been given, so that who is late can be named.
-    void begin_call(caller here = caller::here()) const {
+    void begin_call(caller here = caller::here()) const override {
         if (window_) window_->comm().begin_call(here);
     }
     /// Notes that what `stream` has been given ends with rows for other groups.

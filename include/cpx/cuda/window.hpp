@@ -156,7 +156,7 @@ public:
     }
 
     /// Waits until `stream` has done all it was given. Throws `cpx::error` that names the ranks that did not come; or
-    /// those that had other offsets or targets, or rows that did not fit: then nothing is broken.
+    /// those that had other offsets or shardings, or rows that did not fit: then nothing is broken.
     void wait(cudaStream_t stream, caller here = caller::here()) const {
         comm_.wait(stream, limit(), here, [this] { return missed(); });
         if (missed())
@@ -190,29 +190,43 @@ private:
         static_cast<void>(cudaSetDevice(before));
     }
 
-    /// Returns the ranks that kernels have found at fault, each after a space.
-    std::string found(std::uint8_t (kernels::faults::*fault)[kernels::most_ranks]) const {
+    /// Returns the ranks that kernels have found at fault, or of which they have found `what`, each after a space.
+    std::string found(std::uint8_t (kernels::faults::*fault)[kernels::most_ranks], std::uint8_t what = 1) const {
         std::uint8_t const volatile* const ranks = own_.meeting.found->*fault; // kernels may be writing
         std::string names;
         for (int r = 0; r < comm_.ranks(); ++r)
-            if (ranks[r]) names += ' ' + std::to_string(comm_.number(r));
+            if (ranks[r] == what) names += ' ' + std::to_string(comm_.number(r));
         return names;
     }
 
     /// Throws if a kernel has found ranks at fault; later kernels find anew, unless ranks were missed.
     void check_faults(caller here) const {
-        auto const refused = found(&kernels::faults::refused), differs = found(&kernels::faults::differs);
+        using field = kernels::relayout_field;
+        struct {
+            field in;
+            char const *name, *expected, *actual;
+        } constexpr fields[] = {
+            {field::offsets, "cu_seqlens of a relayout", "those of this rank", "others on ranks"},
+            {field::source, "source sharding of a relayout", "that of this rank", "another on ranks"},
+            {field::target, "target sharding of a relayout", "that of this rank", "another on ranks"},
+            {field::other, "valid lengths or elements of a relayout", "those of this rank", "others on ranks"}};
+        std::string differs[std::size(fields)];
+        for (std::size_t i = 0; i < std::size(fields); ++i)
+            differs[i] = found(&kernels::faults::differs, static_cast<std::uint8_t>(fields[i].in));
+        auto const refused = found(&kernels::faults::refused);
         if (auto const names = found(&kernels::faults::missing); !names.empty())
-            comm_.fail("relayout kernel", "all ranks within " + std::to_string(comm_.deadline().count()) + " ms",
+            comm_.fail("kernel that meets other ranks",
+                       "all ranks within " + std::to_string(comm_.deadline().count()) + " ms",
                        "nothing from ranks" + names, here);
-        if (refused.empty() && differs.empty()) return;
+        auto const* const first = std::ranges::find_if(differs, [](auto const& names) { return !names.empty(); });
+        if (refused.empty() && first == std::end(differs)) return;
         page_->found = {};
         if (!refused.empty())
             throw error("nccl", "cu_seqlens of a relayout",
                         "offsets that ascend from 0, with rows that fit the tensors", "others on ranks" + refused,
                         here);
-        throw error("nccl", "cu_seqlens or plan of a relayout", "those of this rank", "others on ranks" + differs,
-                    here);
+        auto const& of = fields[first - differs];
+        throw error("nccl", of.name, of.expected, of.actual + *first, here);
     }
     void done(cudaError_t result, char const* call, caller here) {
         if (result != cudaSuccess) comm_.fail(call, result, here);

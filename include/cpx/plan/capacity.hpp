@@ -31,16 +31,21 @@ struct movement_room {
     index_t runs = 0;     ///< of rows, of all exchanges in one direction
     index_t elements = 0; ///< that leave a rank, or come, in one exchange
     index_t columns = 1;  ///< into how many runs of columns messages cut a row
+    index_t exchanges = 1;
 };
 
 namespace detail {
 
-/// Returns into how many runs of rows, over all ranks, a sharding cuts so many sequences, at most. `rows`: of a rank.
+/// Returns into how many runs of rows, over all ranks, a sharding cuts a sequence, at most. `rows`: of a rank.
+template <any_sharding S>
+index_t most_pieces(S const& s, capacity const& most) {
+    if constexpr (requires { s.policy().chunks(); }) return s.policy().chunks();
+    return S::every_row ? 1 : most.rows;
+}
+/// The same of so many sequences.
 template <any_sharding S>
 index_t most_runs(S const& s, capacity const& most, caller here) {
-    index_t pieces = S::every_row ? 1 : most.rows; // of a sequence
-    if constexpr (requires { s.policy().chunks(); }) pieces = s.policy().chunks();
-    return product("movement", "runs", {most.sequences + 1, pieces}, here);
+    return product("movement", "runs", {most.sequences + 1, most_pieces(s, most)}, here);
 }
 
 /// Returns how many segments a rank has of so many sequences, at most: the same on all ranks.
@@ -234,7 +239,9 @@ struct moved<carry_plan<How, S>> {
         auto const pieces = static_cast<std::size_t>(most_runs(p.sharding, most, here));
         index_t const times = scans ? static_cast<index_t>(std::bit_width(pieces)) : 1;
         index_t const elements = width.state + (scans ? width.map : 0);
-        return {2 * runs * times, product("movement", "elements of states", {runs, elements}, here)};
+        return {.runs = 2 * runs * times,
+                .elements = product("movement", "elements of states", {runs, elements}, here),
+                .exchanges = scans ? times : most_pieces(p.sharding, most)};
     }
 };
 

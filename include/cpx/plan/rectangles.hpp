@@ -95,15 +95,15 @@ inline void list_rectangles(rectangle_end const& from, rectangle_end const& to, 
     });
 }
 
-/// Rectangles of one launch, and into how many slices they are cut.
+/// Rectangles of one launch, and into how many slices they are cut; `peer`: whose rows it adds.
 struct launch_size {
-    int rectangles = 0, slices = 0;
+    int rectangles = 0, slices = 0, peer = -1;
 };
 
 /// A rank's side of a plan. Buffers: 0 the source, 1 the target, 2 what is packed, 3 what is to be unpacked.
 struct message_tables {
-    launch_size pack, unpack;     ///< of the plan's rectangles: those to pack come first, then those to unpack
-    std::vector<launch_size> add; ///< then those to add, one launch after the other, in the order of ranks
+    launch_size pack, keep, unpack; ///< of the plan's rectangles, in this order; `keep`: those that stay, if apart
+    std::vector<launch_size> add;   ///< then those to add, one launch after the other, in the order of ranks
     std::vector<wire> sends, receives;
     index_t packed = 0, unpacked = 0; ///< bytes of buffers 2 and 3
 };
@@ -181,9 +181,10 @@ private:
 };
 
 /// Returns the tables of what `all` lists, without the rows from and to `others`. A message that is one run of whole
-/// rows is sent from, or received into, its place.
+/// rows is sent from, or received into, its place. `stored`: packed by kernels that store where peers unpack: then all
+/// messages are packed and unpacked, and what stays is apart from what is packed.
 template <class Rectangles>
-message_tables tables_of(Rectangles&& all, range others) {
+message_tables tables_of(Rectangles&& all, range others, bool stored = false) {
     message_tables t;
     auto const elsewhere = [&](int peer) { return peer >= others.first && peer < others.last; };
     int const rank = all.rank();
@@ -195,14 +196,14 @@ message_tables tables_of(Rectangles&& all, range others) {
             if (m.peer == rank || elsewhere(m.peer) || size == 0) return;
             before(m.peer);
             auto& wires = out ? t.sends : t.receives;
-            if (m.first >= 0 && m.bytes == m.pitch && (out || !sums)) {
+            if (!stored && m.first >= 0 && m.bytes == m.pitch && (out || !sums)) {
                 wires.push_back({m.peer, out ? 0 : 1, m.first * m.pitch, size});
                 return;
             }
             index_t& staged = out ? t.packed : t.unpacked;
             wires.push_back({m.peer, out ? 2 : 3, staged, size});
             stage(staged);
-            after();
+            after(m.peer);
             staged += (size + 255) / 256 * 256;
         });
     };
@@ -211,16 +212,20 @@ message_tables tables_of(Rectangles&& all, range others) {
     };
     auto const nothing = [](auto...) {};
     walk(true, nothing, nothing);
+    if (stored) t.pack = all.launch();
     if (!sums) keep();
-    t.pack = all.launch();
+    (stored ? t.keep : t.pack) = all.launch();
     if (!sums) {
         walk(false, nothing, nothing);
         t.unpack = all.launch();
         return t;
     }
-    auto const add = [&] { t.add.push_back(all.launch()); };
+    auto const add = [&](int peer) {
+        t.add.push_back(all.launch());
+        t.add.back().peer = peer;
+    };
     auto const own = [&](int peer) {
-        if (peer > rank && !kept) keep(), add();
+        if (peer > rank && !kept) keep(), add(rank);
     };
     walk(false, own, add);
     own(std::numeric_limits<int>::max());

@@ -10,6 +10,7 @@
 #include <cpx/cuda/write_numbers.hpp>
 
 #include <optional>
+#include <string_view>
 #include <variant>
 
 namespace binding {
@@ -90,7 +91,11 @@ public:
             any_layout const &source = back == way ? plan.from : plan.to, &target = back == way ? plan.to : plan.from;
             std::visit(
                 [&]<class From, class To>(cuda::relayout<T, From, To>& move) {
-                    move.set(std::get<From>(source.real), std::get<To>(target.real), back ? ~print : print);
+                    auto const word = [](any_layout const& of) {
+                        return static_cast<std::uint32_t>(cpx::detail::mix_all(0, std::string_view(of.text())));
+                    };
+                    move.set(std::get<From>(source.real), std::get<To>(target.real),
+                             {back ? ~print : print, word(source), word(target)});
                 },
                 *made_[back]);
         }

@@ -167,7 +167,7 @@ private:
               caller here) {
         if (moved.local) return; // then there is nothing to move
         moved.local = true;      // the ranks have compared their plans
-        exchange_options of{.from_stride = stride};
+        exchange_options of{.from_stride = stride, .through = comm_.through()};
         if (later_) of.room = {2 * beside_, beside_ * channels_};
         to.emplace(std::span<cpx::plan const>(&moved, 1), std::move(lanes), std::vector<lane_plan>(), channels_, comm_,
                    of, here);

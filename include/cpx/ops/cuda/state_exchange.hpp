@@ -31,8 +31,11 @@ public:
     template <class T>
     using buffer = block<T>;
 
-    /// `most`: see `capacity`; none: what the first batch wants.
-    explicit state_exchange(communicator& comm, capacity most = {}) : comm_(comm), most_(most) {}
+    /// `most`: see `capacity`; none: what the first batch wants. Through memory that all ranks reach, if `comm` has it.
+    explicit state_exchange(communicator& comm, capacity most = {}) : state_exchange(comm, most, comm.through()) {}
+    /// The same through other memory of that kind; null: states are sent and received.
+    state_exchange(communicator& comm, capacity most, peer_resource* through)
+        : comm_(comm), most_(most), through_(through) {}
     template <class X = void>
     explicit state_exchange(cpx::detail::any = {}, cpx::detail::any = {})
         : state_exchange(cpx::detail::lacking<communicator&>()) {
@@ -80,11 +83,11 @@ public:
         } else {
             first_ = id, widths_ = widths;
             auto room = most_.rows > 0 ? kind::room(plan, widths, most_, here) : movement_room{};
-            room.runs *= 2;
+            room.runs *= 2, room.exchanges *= 2;
             list([&](std::span<cpx::plan const> plans) {
                 move_ = std::make_unique<batch_exchange<float>>(
                     plans, kind::lanes(plan, widths, false), kind::lanes(plan, widths, true), kind::row_width(widths),
-                    comm_, exchange_options{.room = room}, here);
+                    comm_, exchange_options{.room = room, .through = through_}, here);
             });
         }
         batch_ = batch;
@@ -128,6 +131,7 @@ public:
 private:
     communicator& comm_;
     capacity most_;
+    peer_resource* through_;
     std::uint64_t batch_ = 0; ///< for which, and for which recurrence, it is ready
     identity first_ = {};     ///< of the plan for which it was made
     carry_widths widths_ = {};
