@@ -8,8 +8,8 @@
 
 namespace cpx::cuda::detail {
 
-/// The order of a forward: outputs beside states; states first, for others wait for those after sequences; or first what
-/// sequences make of the states before them, for which it waits.
+/// The order of a forward: outputs beside states; states first, for others wait for those after sequences; or first
+/// what sequences make of the states before them, for which it waits.
 enum class delta_order { together, states_first, steps_first };
 
 /// Whether so few sequences and heads are faster by steps of stretches: whatever the device, for bits depend on it.
