@@ -18,9 +18,12 @@ struct listing final : cpx::detail::states_pass<double> {
 
     cpx::state_shape const& shape() const override { return of; }
     void over(std::vector<cpx::detail::visit<double>> visits) const override {
-        if (visits.empty()) return;
-        together.emplace_back();
-        for (auto const& v : visits) together.back().push_back(v.segment);
+        for (bool const handed_on : {true, false}) {
+            std::vector<std::size_t> list;
+            for (auto const& v : visits)
+                if (v.handed_on == handed_on) list.push_back(v.segment);
+            if (!list.empty()) together.push_back(list);
+        }
     }
     void fold(std::vector<cpx::detail::visit<double>> const&) const override {}
 };

@@ -34,8 +34,8 @@ struct gated_delta_rule_shape {
     std::optional<double> scale = {};       ///< factor of q; none: 1 / sqrt(key_dim)
     /// Chunks of 64 tokens that kernels run as one, a stretch of a sequence; 0: chosen. By scan, bits depend on it.
     index_t stretch = 0;
-    /// Tensor cores: stretches are folded beside each other, and their steps of the state joined. Faster where
-    /// sequences and heads are few, and within rounding of the other way.
+    /// Tensor cores: stretches are folded beside each other, and their steps of the state joined, also to fold
+    /// segments. Faster where sequences and heads are few, and within rounding of the other way.
     bool scan = false;
     delta_rule_path path = delta_rule_path::tensor_cores; ///< this one, where it can be taken
 };

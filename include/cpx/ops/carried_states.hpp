@@ -294,18 +294,27 @@ void carry_states(char const* where, carry_exchanges<scan> const& plan, side fro
     pass.rest();
 }
 
-/// Returns the segments that a pass runs by one call, of each that runs any, in the order of `carry_states`.
+/// Returns the segments that a pass runs by one call, of each that runs any: of those that it goes over together first
+/// the ones whose states others wait for, then the rest.
 inline std::vector<std::vector<std::size_t>> run_together(carry_exchanges<serial> const& plan, side from) {
     std::vector<std::vector<std::size_t>> groups;
     for (index_t k = 0; k <= plan.steps; ++k) {
-        auto const members = plan.level(from == side::before ? k : plan.steps - k);
-        if (!members.empty()) groups.emplace_back(members.begin(), members.end());
+        std::vector<std::size_t> handed_on, rest;
+        for (index_t const i : plan.level(from == side::before ? k : plan.steps - k)) {
+            auto const segment = static_cast<std::size_t>(i);
+            (plan.links[segment].beside(opposite(from)) > 0 ? handed_on : rest).push_back(segment);
+        }
+        groups.insert(groups.end(), {std::move(handed_on), std::move(rest)});
     }
+    std::erase_if(groups, [](auto const& g) { return g.empty(); });
     return groups;
 }
 inline std::vector<std::vector<std::size_t>> run_together(carry_exchanges<scan> const& plan, side from) {
-    std::vector<std::vector<std::size_t>> groups(2); // the first of their sequences, and those that others reach
-    for (std::size_t i = 0; i < plan.links.size(); ++i) groups[plan.links[i].beside(from) > 0].push_back(i);
+    std::vector<std::vector<std::size_t>> groups(3); // the first of their sequences, and those that others reach
+    for (std::size_t i = 0; i < plan.links.size(); ++i) {
+        carry_link const& l = plan.links[i];
+        groups[l.beside(from) > 0 ? 2 : l.beside(opposite(from)) > 0 ? 0 : 1].push_back(i);
+    }
     std::erase_if(groups, [](auto const& g) { return g.empty(); });
     return groups;
 }
