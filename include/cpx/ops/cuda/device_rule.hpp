@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cpx/cuda/delta_rule_fold.hpp>
+#include <cpx/cuda/delta_rule_step.hpp>
 #include <cpx/cuda/gated_delta_rule.hpp>
 #include <cpx/ops/cuda/recurrence.hpp>
 
@@ -54,6 +55,14 @@ public:
         cuda::detail::require_saved(name, shape, in, here); // it may be lent
         run(cuda::detail::delta_forward_space<Erases, T>(shape, in.k.count(), count(s), !kept.empty()), shape, in, m,
             here, [&](auto const& call) { return cuda::detail::run_delta(call, o.data(), after); });
+    }
+    template <class X, class O>
+    void step(X const& x, O const& o, std::span<index_t const> slots, std::span<float> states, memory& m,
+              caller here) const {
+        auto const in = input({}, x, {});
+        cuda::detail::run_delta_step<Erases, T>(shape_of(in), {in.q, in.k, in.v, in.g, in.beta, slots}, o.data(),
+                                                states, m.stream(), here);
+        ++m.calls.steps;
     }
     template <class X>
     void fold(cuda::recurrence_segments const& s, X const& x, std::span<float> maps, std::span<float> ends, memory& m,
