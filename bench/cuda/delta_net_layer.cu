@@ -214,8 +214,9 @@ private:
     cpx::sharded<T, Mix, gpu::memory> as_mixed(rows<T> r) const {
         return {r, mix_, rank_, comm_.memory()};
     }
-    gpu::buffer<element> weights(index_t count, std::uint64_t seed, float most) const {
-        return timing::random<element>(count, seed, -most, most);
+    template <class A = element>
+    gpu::buffer<A> weights(index_t count, std::uint64_t seed, float most) const {
+        return timing::random<A>(count, seed, -most, most);
     }
     cpx::head_norm<element> norm() const {
         return {of(o_, own_, values), of(z_, own_, values), of(gain_, 1, dim), 1e-6f, 0};
@@ -262,8 +263,8 @@ private:
     cpx::delta_rule_options const options_{.qk_l2norm = false}; // the convolution does that
     gpu::buffer<element> const w_in_ = weights(projected * hidden, 1, 0.04f), w_z_ = weights(values * hidden, 2, 0.04f),
                                w_out_ = weights(hidden * values, 3, 0.03f), w_conv_ = weights(qkv * taps, 4, 0.8f),
-                               A_log_ = weights(value_heads, 5, 1), dt_bias_ = weights(value_heads, 6, 1),
                                gain_ = weights(dim, 7, 1);
+    gpu::buffer<float> const A_log_ = weights<float>(value_heads, 5, 1), dt_bias_ = weights<float>(value_heads, 6, 1);
     gpu::buffer<float> const dw_in_{projected * hidden}, dw_z_{values * hidden}, dw_out_{hidden * values},
         dconv_{qkv * taps}, dgain_{dim}, dgate_weights_{2 * value_heads},
         ones_ = timing::random<float>(tokens, 8, 1, 1);

@@ -7,6 +7,8 @@
 #include <cpx/cpx.hpp>
 #include <cpx/ops.hpp>
 
+#include <concepts>
+
 namespace qwen {
 
 /// What blocks of the model ask of a rank; `gpu_rank` has the same. The transport counts what operators have sent.
@@ -30,7 +32,10 @@ public:
 
     int rank() const { return comm.rank(); }
     cpx::host_memory memory() const { return {}; }
-    cpx::rows<T const> weight(std::string const& name) const { return model.weight(name); }
+    template <std::same_as<T> = T>
+    cpx::rows<T const> weight(std::string const& name) const {
+        return model.weight(name);
+    }
     neighbours_type& neighbours() { return neighbours_; }
     cpx::cuda::attention_engine* attention_engine() const { return nullptr; }
     kernel_calls kernels() const { return {}; }

@@ -47,12 +47,15 @@ public:
         auto const x = at_.norm(layer_name(layer, "input_layernorm.weight"), h), y = at_.beside(x, x->width());
         auto const saved = std::make_shared<typename Net::template saved_of<T, M>>();
         auto const weights = [=, this] {
-            return parameters<T const>(layer, [this](auto const& name) { return at_.rank.weight(name); });
+            return parameters<T const>(layer, [this]<class A>(std::string const& name, cpx::rows<A const>& weight) {
+                weight = at_.rank.template weight<A>(name);
+            });
         };
         net_(weights(), x->view(), y->view(), at_.rank, {{}, saved.get()});
         if (at_.rank.rank() == 0) count();
         at_.back([=, this] {
-            auto const to = parameters<W>(layer, [this](auto const& name) { return at_.grads.of(name); });
+            auto const to =
+                parameters<W>(layer, [this](std::string const& name, cpx::rows<W>& sum) { sum = at_.grads.of(name); });
             auto const order = at_.sums(net_.sharding()).order();
             cpx::gated_delta_net_gradients<T, typename Net::sharding_type, M> const all{x->grad(), to, order};
             gated_delta_net_backward(net_, weights(), x->view(), *saved, y->grad(), all, at_.rank);
@@ -65,7 +68,7 @@ private:
     auto parameters(index_t layer, F const& of) const {
         cpx::gated_delta_net_parameters<A> all;
         for_each_parameter(all, net_.config(), [&](char const* name, auto& weight, index_t, index_t) {
-            weight = of(layer_name(layer, "linear_attn.") + name);
+            of(layer_name(layer, "linear_attn.") + name, weight);
         });
         return all;
     }

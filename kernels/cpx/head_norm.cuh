@@ -44,10 +44,10 @@ __global__ void __launch_bounds__(256) normalise_rows(norm_input<T> n, rows<T> y
          first += 32 / by.lanes * dim) {
         bool const there = first < n.x.width(); // else for the others' sums
         index_t const column = (there ? first : 0) + lane % by.lanes * count;
-        norm::pack<T> x, z, gain;
+        array<float, count> x, z, gain;
         float squares = 0;
         for (int step = 0; step < by.steps; ++step) {
-            norm::load(n.x.row(row) + column + step * across, by.whole, x);
+            load<T, count>(n.x.row(row) + column + step * across, by.whole, x);
 #pragma unroll
             for (int i = 0; i < count; ++i) squares += x[i] * x[i];
         }
@@ -56,15 +56,15 @@ __global__ void __launch_bounds__(256) normalise_rows(norm_input<T> n, rows<T> y
         if (!there) continue;
         for (int step = 0; step < by.steps; ++step) {
             index_t const at = column + step * across;
-            norm::load(n.x.row(row) + at, by.whole, x);
-            norm::load(n.weight.data() + (at - first), by.whole, gain);
-            if (n.z.data()) norm::load(n.z.row(row) + at, by.whole, z);
+            load<T, count>(n.x.row(row) + at, by.whole, x);
+            load<T, count>(n.weight.data() + (at - first), by.whole, gain);
+            if (n.z.data()) load<T, count>(n.z.row(row) + at, by.whole, z);
 #pragma unroll
             for (int i = 0; i < count; ++i) {
                 x[i] *= factor * (n.offset + gain[i]);
                 if (n.z.data()) x[i] *= z[i] / (1 + expf(-z[i]));
             }
-            norm::store(x, by.whole, y.row(row) + at);
+            store<T, count>(x, by.whole, y.row(row) + at);
         }
     }
 }
@@ -77,19 +77,19 @@ __global__ void __launch_bounds__(256) normalise_rows_backward(norm_input<T> n, 
     index_t const row = static_cast<index_t>(blockIdx.x) * 8 + threadIdx.y, dim = n.dim();
     if (row >= n.x.count()) return;
     int const lane = static_cast<int>(threadIdx.x), across = by.lanes * count;
-    norm::pack<T> of_weight = {};
+    array<float, count> of_weight = {};
     for (index_t first = lane / by.lanes * dim; first - lane / by.lanes * dim < n.x.width();
          first += 32 / by.lanes * dim) {
         bool const there = first < n.x.width();
         index_t const column = (there ? first : 0) + lane % by.lanes * count;
-        norm::pack<T> x, z, gain, d;
+        array<float, count> x, z, gain, d;
         float squares = 0, inner = 0;
         auto const load_all = [&](int step) {
             index_t const at = column + step * across;
-            norm::load(n.x.row(row) + at, by.whole, x);
-            norm::load(n.weight.data() + lane % by.lanes * count + step * across, by.whole, gain);
-            norm::load(dy.row(row) + at, by.whole, d);
-            if (n.z.data()) norm::load(n.z.row(row) + at, by.whole, z);
+            load<T, count>(n.x.row(row) + at, by.whole, x);
+            load<T, count>(n.weight.data() + lane % by.lanes * count + step * across, by.whole, gain);
+            load<T, count>(dy.row(row) + at, by.whole, d);
+            if (n.z.data()) load<T, count>(n.z.row(row) + at, by.whole, z);
         };
         for (int step = 0; step < by.steps; ++step) {
             load_all(step);
@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(256) normalise_rows_backward(norm_input<T> n, 
         for (int step = 0; step < by.steps; ++step) {
             if (by.steps > 1) load_all(step);
             index_t const at = column + step * across;
-            norm::pack<T> of_x, of_z;
+            array<float, count> of_x, of_z;
 #pragma unroll
             for (int i = 0; i < count; ++i) {
                 float const s = n.z.data() ? 1 / (1 + expf(-z[i])) : 1.0f, opened = n.z.data() ? z[i] * s : 1.0f;
@@ -119,8 +119,8 @@ __global__ void __launch_bounds__(256) normalise_rows_backward(norm_input<T> n, 
                 if (n.z.data()) of_z[i] = d[i] * normed * g * (s * (1 + z[i] * (1 - s)));
                 of_x[i] = factor * (d[i] * opened * g - inner * normed);
             }
-            if (n.z.data()) norm::store(of_z, by.whole, dz.row(row) + at);
-            norm::store(of_x, by.whole, dx.row(row) + at);
+            if (n.z.data()) store<T, count>(of_z, by.whole, dz.row(row) + at);
+            store<T, count>(of_x, by.whole, dx.row(row) + at);
         }
     }
     if (by.steps > 1) return;

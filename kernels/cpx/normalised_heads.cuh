@@ -40,35 +40,6 @@ norm_lanes norm_lanes_of(index_t dim, bool whole) {
 
 namespace norm {
 
-template <class T>
-using pack = float[16 / sizeof(T)];
-
-template <class T>
-__device__ __forceinline__ void load(T const* from, bool whole, pack<T>& to) {
-    constexpr int count = 16 / sizeof(T);
-    alignas(16) T elements[count];
-    if (whole) {
-        *reinterpret_cast<uint4*>(elements) = *reinterpret_cast<uint4 const*>(from);
-    } else {
-#pragma unroll
-        for (int i = 0; i < count; ++i) elements[i] = from[i];
-    }
-#pragma unroll
-    for (int i = 0; i < count; ++i) to[i] = widen(elements[i]);
-}
-template <class T>
-__device__ __forceinline__ void store(pack<T> const& from, bool whole, T* to) {
-    constexpr int count = 16 / sizeof(T);
-    alignas(16) T elements[count];
-#pragma unroll
-    for (int i = 0; i < count; ++i) elements[i] = static_cast<T>(from[i]);
-    if (whole) {
-        *reinterpret_cast<uint4*>(to) = *reinterpret_cast<uint4 const*>(elements);
-    } else {
-#pragma unroll
-        for (int i = 0; i < count; ++i) to[i] = elements[i];
-    }
-}
 /// Adds up over lanes that are `from` apart or more, below `lanes`; every one of them gets the sum.
 __device__ __forceinline__ float sum_over(float sum, int from, int lanes) {
     for (int apart = lanes / 2; apart >= from; apart /= 2) sum += __shfl_xor_sync(~0u, sum, apart);
@@ -92,11 +63,11 @@ __global__ void __launch_bounds__(256)
     for (std::int64_t first = group; first - group < width; first += 32 / by.lanes * dim) {
         bool const there = first < width; // else for the others' sums
         std::int64_t const column = (there ? first : 0) + lane % by.lanes * count;
-        norm::pack<T> value, d = {};
+        array<float, count> value, d = {};
         float squares = 0, along = 0;
         auto const load_all = [&](int step) {
-            norm::load(from + column + step * across, by.whole, value);
-            if (back && there) norm::load(to + column + step * across, by.whole, d);
+            load<T, count>(from + column + step * across, by.whole, value);
+            if (back && there) load<T, count>(to + column + step * across, by.whole, d);
         };
         for (int step = 0; step < by.steps; ++step) {
             load_all(step);
@@ -114,7 +85,7 @@ __global__ void __launch_bounds__(256)
             if (by.steps > 1) load_all(step);
 #pragma unroll
             for (int i = 0; i < count; ++i) value[i] = factor * (back ? d[i] - value[i] * pulled : value[i]);
-            norm::store(value, by.whole, to + column + step * across);
+            store<T, count>(value, by.whole, to + column + step * across);
         }
     }
 }

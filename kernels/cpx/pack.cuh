@@ -75,6 +75,21 @@ __device__ __forceinline__ void store(array<float, V> const& from, T* to) {
         *reinterpret_cast<pack<T, V>*>(to) = narrow<T, V>(from);
 }
 
+/// Loads neighbours that the launch may write; at once if they are `whole`: they begin at a multiple of 16 bytes.
+template <class T, int V>
+__device__ __forceinline__ void load(T const* from, bool whole, array<float, V>& to) {
+    if (whole) return widen<T, V>(*reinterpret_cast<pack<T, V> const*>(from), to);
+#pragma unroll
+    for (int v = 0; v < V; ++v) to[v] = widen(from[v]);
+}
+/// Stores neighbours, at once if they are `whole`.
+template <class T, int V>
+__device__ __forceinline__ void store(array<float, V> const& from, bool whole, T* to) {
+    if (whole) return store<T, V>(from, to);
+#pragma unroll
+    for (int v = 0; v < V; ++v) to[v] = static_cast<T>(from[v]);
+}
+
 /// Relative error: 3e-7; for a T of 16 bits, some 1e-7 (1 + |z|) by two approximate instructions. These may take what
 /// is below 2^-126 for zero, which does not matter: 1 is added to the exponential.
 template <class T>

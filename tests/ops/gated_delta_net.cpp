@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <cpx/ops/gated_delta_net.hpp>
 
+#include <cpx/ops/eigen.hpp>
+
 #include <doctest/doctest.h>
 
 #include <ops/on_ranks.hpp>
@@ -10,6 +12,7 @@
 #include <algorithm>
 #include <atomic>
 #include <limits>
+#include <type_traits>
 #include <vector>
 
 namespace {
@@ -22,6 +25,15 @@ using support::lengths;
 cpx::gated_delta_net_config const grouped{12, {2, 4, 4, 6}, 4, 16, 1e-6};
 cpx::gated_delta_net_config const uneven{10, {3, 9, 5, 3}, 8, 5, 1e-6};
 cpx::gated_delta_net_config const pointwise{4, {1, 1, 2, 2}, 1, 1, 1e-5};
+
+// Gates are made of float where weights have 16 bits.
+using of_16_bits = cpx::gated_delta_net_parameters<Eigen::bfloat16>;
+static_assert(std::is_same_v<decltype(of_16_bits::A_log), cpx::field<cpx::rows<float>>>);
+static_assert(std::is_same_v<decltype(of_16_bits::norm), cpx::field<cpx::rows<Eigen::bfloat16>>>);
+using read_16_bits = cpx::gated_delta_net_weights<Eigen::bfloat16>;
+static_assert(std::is_same_v<decltype(read_16_bits::dt_bias), cpx::field<cpx::rows<float const>>>);
+static_assert(
+    std::is_same_v<decltype(cpx::gated_delta_net_weights<double>::A_log), cpx::field<cpx::rows<double const>>>);
 
 std::vector<std::vector<index_t>> const packings = {{37, 0, 16, 1, 50}, {5, 3, 2}, {1}, {}, {64, 64}, {3, 0, 0, 20, 9}};
 

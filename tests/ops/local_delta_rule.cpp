@@ -2,6 +2,7 @@
 #include <cpx/ops/local/delta_rule.hpp>
 
 #include <cpx/model/safetensors.hpp>
+#include <cpx/ops/eigen.hpp>
 
 #include <doctest/doctest.h>
 
@@ -327,6 +328,26 @@ TEST_SUITE("ops") {
               doctest::Approx(-std::exp(1.0) * std::log1p(std::exp(0.25))).epsilon(1e-15));
         CHECK(cpx::delta_rule_gate(-1e4, 1.0, 0.0) == 0);
         CHECK(cpx::delta_rule_gate(1e4, 0.0, 0.0) == -1e4);
+    }
+
+    TEST_CASE("gates of 16 bits take A_log and dt_bias in float, which 16 bits would not hold") {
+        using brain = Eigen::bfloat16;
+        brain const b(0.5f), a(-0.75f);
+        float const A_log = 2.0078f, dt_bias = -7.0117f; // between two of 16 bits
+        REQUIRE(static_cast<float>(brain(A_log)) != A_log);
+        REQUIRE(static_cast<float>(brain(dt_bias)) != dt_bias);
+        auto const one = [](auto const& x) { return cpx::rows(&x, 1, 1); };
+        float g = 0, beta = 0;
+        cpx::rowwise::delta_gates<brain>{one(b), one(a), one(A_log), one(dt_bias), {&g, 1, 1}, {&beta, 1, 1}}(0, 0);
+        CHECK(g == cpx::delta_rule_gate(-0.75f, A_log, dt_bias));
+        CHECK(beta == cpx::sigmoid(0.5f));
+        brain db(0), da(0);
+        std::vector<float> terms(2);
+        cpx::rowwise::delta_gates_backward<brain>{one(b),    one(a),      one(A_log),  one(dt_bias), one(g),
+                                                  one(beta), {&db, 1, 1}, {&da, 1, 1}, {terms, 2}}(0, 0);
+        auto const expected = cpx::delta_rule_gate_backward(-0.75f, A_log, dt_bias, g);
+        CHECK(terms == std::vector<float>{expected.a_log, expected.dt_bias});
+        CHECK(da == brain(expected.a));
     }
 
     TEST_CASE("a chunk of no tokens and a state of another shape are errors") {

@@ -104,8 +104,13 @@ public:
         if (experts_over < ranks.ranks()) some_ = ranks.split(ranks.rank() / experts_over);
         neighbours_.emplace(some_ ? *some_ : ranks, stream_, everyone);
         model.each([&](std::string const& name, cpx::rows<float const> w) {
-            std::vector<T> const rounded(w.data(), w.data() + w.count() * w.width());
-            weights_.emplace(name, cpx::cuda::buffer<T>(std::span<T const>(rounded)));
+            std::span const exact(w.data(), static_cast<std::size_t>(w.count() * w.width()));
+            if (!std::same_as<T, float> && (name.ends_with(".A_log") || name.ends_with(".dt_bias"))) {
+                of_gates_.emplace(name, exact);
+                return;
+            }
+            std::vector<T> const rounded(exact.begin(), exact.end());
+            weights_.emplace(name, std::span<T const>(rounded));
         });
     }
     ~gpu_rank() { everyone_.arrive_and_drop(); }
@@ -125,11 +130,17 @@ public:
 
     int rank() const { return comm.rank(); }
     cpx::cuda::memory memory() const { return comm.memory(); }
-    const_rows weight(std::string const& name) const {
+    /// Returns a weight of elements A: T, or float what gates are made of.
+    template <class A = T>
+    cpx::rows<A const> weight(std::string const& name) const {
         auto const shape = model.weight(name);
-        auto const found = weights_.find(name); // a tied head is the embedding
-        auto const& w = found == weights_.end() ? weights_.at("model.embed_tokens.weight") : found->second;
-        return {w.data(), shape.count(), shape.width()};
+        if constexpr (!std::same_as<A, T>)
+            return {of_gates_.at(name).data(), shape.count(), shape.width()};
+        else {
+            auto const found = weights_.find(name); // a tied head is the embedding
+            auto const& w = found == weights_.end() ? weights_.at("model.embed_tokens.weight") : found->second;
+            return {w.data(), shape.count(), shape.width()};
+        }
     }
     neighbours_type& neighbours() { return *neighbours_; }
     /// Returns null where cpx's own kernels compute attention, as they do where bits are fixed.
@@ -193,6 +204,7 @@ private:
     cpx::cuda::state_exchange states_;
     cpx::tally states_sent_;
     std::map<std::string, cpx::cuda::buffer<T>> weights_;
+    std::map<std::string, cpx::cuda::buffer<float>> of_gates_; ///< A_log and dt_bias, where T is not float
     std::optional<cpx::cuda::rotary_pairs> pairs_;
     std::optional<cpx::cuda::block<index_t>> positions_; ///< (3, rows)
 };

@@ -20,6 +20,36 @@ struct gated_delta_rule_step_input {
                                          ///< output is left alone; empty: row i has state i
 };
 
+namespace detail {
+
+/// Launches a step of arguments that fit.
+template <bool Erases, class T>
+void run_delta_step(gated_delta_rule_shape const& shape, gated_delta_rule_step_input<T> const& in, rows<T> o,
+                    std::span<float> states, cudaStream_t stream, caller here) {
+    index_t const count = in.k.count();
+    if (count == 0) return;
+    auto const launch = [&](auto keys, auto channels) {
+        constexpr index_t columns = 32 * channels;
+        auto const grid = dims(count, shape.value_heads, (shape.value_dim + columns - 1) / columns);
+        kernels::delta_rule_decode<T, keys, channels><<<grid, 256, 0, stream>>>(
+            {delta_view(in.q), delta_view(in.k), delta_view(in.v), delta_view(in.g), delta_view(in.beta),
+             in.slots.empty() ? nullptr : in.slots.data(), static_cast<int>(shape.key_heads),
+             static_cast<int>(shape.value_heads / shape.key_heads), static_cast<int>(shape.key_dim),
+             static_cast<int>(shape.value_dim), delta_scale_of(shape), Erases},
+            states.data(), delta_view(o));
+        check(cudaGetLastError(), "delta_rule_decode", here);
+    };
+    bool const fours = shape.value_dim % 4 == 0 && address(states.data()) % 16 == 0;
+    if (!fours)
+        launch(std::integral_constant<int, 32>(), std::integral_constant<int, 1>());
+    else if (shape.key_dim > 128)
+        launch(std::integral_constant<int, 32>(), std::integral_constant<int, 4>());
+    else
+        launch(std::integral_constant<int, 16>(), std::integral_constant<int, 4>());
+}
+
+} // namespace detail
+
 /// Computes a token of every row's sequence, as `gated_delta_rule`: its output, and its next state in place.
 ///
 /// o: (rows, value heads * Dv). states: (states, value heads, Dk, Dv), as many as rows where there are no slots. Of the
@@ -49,25 +79,7 @@ void gated_delta_rule_step(gated_delta_rule_shape const& shape,
                   std::array{operand("q", in.q), operand("k", in.k), operand("v", in.v), operand("g", in.g),
                              operand("beta", in.beta), operand("slots", in.slots)},
                   here);
-    if (count == 0) return;
-    auto const launch = [&](auto keys, auto channels) {
-        constexpr index_t columns = 32 * channels;
-        auto const grid = dims(count, shape.value_heads, (shape.value_dim + columns - 1) / columns);
-        kernels::delta_rule_decode<T, keys, channels><<<grid, 256, 0, stream>>>(
-            {delta_view(in.q), delta_view(in.k), delta_view(in.v), delta_view(in.g), delta_view(in.beta),
-             in.slots.empty() ? nullptr : in.slots.data(), static_cast<int>(shape.key_heads),
-             static_cast<int>(shape.value_heads / shape.key_heads), static_cast<int>(shape.key_dim),
-             static_cast<int>(shape.value_dim), delta_scale_of(shape), Erases},
-            states.data(), delta_view(o));
-        check(cudaGetLastError(), "delta_rule_decode", here);
-    };
-    bool const fours = shape.value_dim % 4 == 0 && address(states.data()) % 16 == 0;
-    if (!fours)
-        launch(std::integral_constant<int, 32>(), std::integral_constant<int, 1>());
-    else if (shape.key_dim > 128)
-        launch(std::integral_constant<int, 32>(), std::integral_constant<int, 4>());
-    else
-        launch(std::integral_constant<int, 16>(), std::integral_constant<int, 4>());
+    run_delta_step<Erases>(shape, in, o, states, stream, here);
 }
 
 } // namespace cpx::cuda

@@ -10,6 +10,7 @@
 #include <cmath>
 #include <optional>
 #include <span>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -51,10 +52,14 @@ struct gated_delta_net_state {
 /// Weights of a gated delta net layer, or their gradients, whole on every rank, named and shaped as in the checkpoint.
 ///
 /// Projections are (out, in); conv is (q + k + v channels, kernel); A_log, dt_bias (value heads, 1); norm (1,
-/// value_dim). Of a vector: `.A_log = {list, 1}`.
+/// value_dim). Of a vector: `.A_log = {list, 1}`. A_log and dt_bias are float where the others have 16 bits, for g is an
+/// exponential of the one; checkpoints that store fewer bits of them are widened.
 template <class A>
 struct gated_delta_net_parameters {
-    field<rows<A>> in_proj_qkv, in_proj_z, in_proj_b, in_proj_a, conv, A_log, dt_bias, norm, out_proj;
+    using of_gates = std::conditional_t<std::is_const_v<A>, wide<A> const, wide<A>>;
+    field<rows<A>> in_proj_qkv, in_proj_z, in_proj_b, in_proj_a, conv;
+    field<rows<of_gates>> A_log, dt_bias;
+    field<rows<A>> norm, out_proj;
     detail::no_more end = {};
 };
 template <class T>
@@ -125,8 +130,9 @@ struct gated_delta_mixer {
     void operator()(gated_delta_net_weights<T> const& w, sharded<T const, S, M> const& x, sharded<T, S, M> const& o,
                     gated_delta_net_state<T, M> const& state, gated_delta_mixed<T, S, M>* saved, By& by, caller here,
                     char const* where) const {
-        auto const conv = held<T>(true, w.conv, x.memory(), here), A_log = held<T>(false, w.A_log, x.memory(), here),
-                   dt_bias = held<T>(false, w.dt_bias, x.memory(), here);
+        auto const conv = held<T>(true, w.conv, x.memory(), here);
+        auto const A_log = held<wide<T>>(false, w.A_log, x.memory(), here),
+                   dt_bias = held<wide<T>>(false, w.dt_bias, x.memory(), here);
         auto mixed = made<T>(x.memory(), widths.qkv(), here);
         std::span<T const> const bias;
         row_buffer<T, M> newest; // where ranks meet, for the state stays if they do not agree on what comes
@@ -171,8 +177,9 @@ struct gated_delta_mixer {
                   caller here, char const* forward, char const* where) const {
         using sum = typename M::template sum<T>;
         M const& memory = x.memory();
-        auto const conv = held<T>(true, w.conv, memory, here), A_log = held<T>(false, w.A_log, memory, here),
-                   dt_bias = held<T>(false, w.dt_bias, memory, here);
+        auto const conv = held<T>(true, w.conv, memory, here);
+        auto const A_log = held<wide<T>>(false, w.A_log, memory, here),
+                   dt_bias = held<wide<T>>(false, w.dt_bias, memory, here);
         auto dmixed = made<T>(memory, widths.qkv(), here);
         auto dgates = made<sum>(memory, 2 * widths.values, here), terms = made<sum>(memory, 2 * widths.values, here);
         sharded<T, S, M> const no_o(rows<T>(), sharding(), rank(), memory); // it is not read

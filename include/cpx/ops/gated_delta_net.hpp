@@ -14,6 +14,7 @@
 namespace cpx {
 
 /// Calls `f(name, rows, count, width)` for each parameter, const or not, with its name in a checkpoint and its shape.
+/// rows: of elements of two types, see `gated_delta_net_parameters`.
 template <class Parameters, class F>
 void for_each_parameter(Parameters& p, gated_delta_net_config const& c, F&& f) {
     index_t const heads = c.heads.value_heads, v = heads * c.heads.value_dim;
@@ -302,7 +303,7 @@ private:
 
     template <class A>
     void check(char const* where, gated_delta_net_parameters<A> const& w, caller here) const {
-        for_each_parameter(w, config(), [&](char const* name, rows<A> const& weight, index_t count, index_t width) {
+        for_each_parameter(w, config(), [&](char const* name, auto const& weight, index_t count, index_t width) {
             detail::require_shape(where, name, weight, count, width, here);
         });
     }
@@ -310,7 +311,7 @@ private:
     template <class A>
     std::vector<detail::operand> operands(gated_delta_net_parameters<A> const& w) const {
         std::vector<detail::operand> list;
-        for_each_parameter(w, config(), [&](char const* name, rows<A> const& weight, index_t, index_t) {
+        for_each_parameter(w, config(), [&](char const* name, auto const& weight, index_t, index_t) {
             list.push_back({name, weight});
         });
         return list;

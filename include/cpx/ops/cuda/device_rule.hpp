@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cpx/cuda/delta_rule_fold.hpp>
+#include <cpx/cuda/delta_rule_step.hpp>
 #include <cpx/cuda/gated_delta_rule.hpp>
 #include <cpx/ops/cuda/recurrence.hpp>
 
@@ -101,6 +102,14 @@ public:
         with_call(p, m, here, [&](auto const& call) { cuda::detail::launch_delta_hopper_outputs(call, p.o); });
     }
 
+    template <class X, class O>
+    void step(X const& x, O const& o, std::span<index_t const> slots, std::span<float> states, memory& m,
+              caller here) const {
+        auto const in = input({}, x, {});
+        cuda::detail::run_delta_step<Erases, T>(shape_of(in), {in.q, in.k, in.v, in.g, in.beta, slots}, o.data(),
+                                                states, m.stream(), here);
+        ++m.calls.steps;
+    }
     template <class X>
     void fold(cuda::recurrence_segments const& s, X const& x, std::span<float> maps, std::span<float> ends, memory& m,
               caller here) const {

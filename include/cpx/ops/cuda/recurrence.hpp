@@ -4,6 +4,7 @@
 
 #include <cpx/ops/cuda/recurrence_checks.hpp>
 #include <cpx/ops/cuda/recurrence_pass.hpp>
+#include <cpx/ops/cuda/recurrence_step.hpp>
 #include <cpx/ops/cuda/state_exchange.hpp>
 #include <cpx/ops/recurrence.hpp>
 
@@ -75,6 +76,9 @@ recurrence_gradients(D, X, rows<float const> = {}, rows<float> = {}) -> recurren
 /// - `backward_fold(segments, x, dout, dbefore, by, here)`
 /// - `kept_bytes(x, o, segments, tokens)`, if it is there: what a forward of so many segments, and tokens in them, may
 ///   keep for the backward of the same ones; `kept` is as large, or empty
+/// - `step(x, o, slots, states, by, here)`, if it is there: a token of each row's sequence, from state to state in place,
+///   where no sequence has more, all go on from states and leave them, and no backward comes; slots: which of the states
+///   a row has, below 0 none, which leaves its o alone; empty: row i has state i
 /// - `check_rank(where, plan, backward, here)`, if it is there, throws if it cannot run the heads, tokens and segments
 ///   of a rank
 ///
@@ -131,6 +135,8 @@ void with_state_exchange(By& by, caller here, F&& f) {
 template <carry_kind How, any_sharding S, class R, class Tensors>
 void recur_on_device(carry_plan<How, S> const& plan, R const& r, Tensors const& t, cuda::state_exchange& by,
                      caller here) {
+    if constexpr (requires(std::span<float> states) { r.step(t.x, t.o, {}, states, by, here); })
+        if (decodes(plan, t)) return step_on_device(plan, r, t, by, here);
     run_recurrence<device_forward<R, Tensors>>(plan, r, t, by, here);
 }
 template <carry_kind How, any_sharding S, class R, class Tensors, class Gradients>

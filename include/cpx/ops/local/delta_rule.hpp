@@ -43,23 +43,23 @@ namespace rowwise {
 /// The gates of a row and head: g, and beta, the sigmoid of b. b, a: (rows, heads); A_log, dt_bias: (heads, 1).
 template <class T>
 struct delta_gates {
-    rows<T const> b, a, A_log, dt_bias;
+    rows<T const> b, a;
+    rows<wide<T> const> A_log, dt_bias;
     rows<wide<T>> g, beta;
     CPX_HOST_DEVICE void operator()(index_t row, index_t h) const {
-        g(row, h) = delta_rule_gate(widen(a(row, h)), widen(A_log(h, 0)), widen(dt_bias(h, 0)));
+        g(row, h) = delta_rule_gate(widen(a(row, h)), A_log(h, 0), dt_bias(h, 0));
         beta(row, h) = sigmoid(widen(b(row, h)));
     }
 };
 /// Their gradients. terms: (rows, 2 * heads), those of A_log, then those of dt_bias.
 template <class T>
 struct delta_gates_backward {
-    rows<T const> b, a, A_log, dt_bias;
-    rows<wide<T> const> dg, dbeta;
+    rows<T const> b, a;
+    rows<wide<T> const> A_log, dt_bias, dg, dbeta;
     rows<T> db, da;
     rows<wide<T>> terms;
     CPX_HOST_DEVICE void operator()(index_t row, index_t h) const {
-        auto const of =
-            delta_rule_gate_backward(widen(a(row, h)), widen(A_log(h, 0)), widen(dt_bias(h, 0)), dg(row, h));
+        auto const of = delta_rule_gate_backward(widen(a(row, h)), A_log(h, 0), dt_bias(h, 0), dg(row, h));
         db(row, h) = static_cast<T>(sigmoid_backward(widen(b(row, h)), dbeta(row, h)));
         da(row, h) = static_cast<T>(of.a);
         terms(row, h) = of.a_log;
