@@ -94,7 +94,7 @@ private:
         auto const stride = [](auto const& r) { return r.count() > 1 ? r.stride() : 0; };
         exchange_options const of{stride(from), stride(to)};
         auto made = std::make_unique<cuda::exchange<T>>(p, from.width(), comm_, of, here);
-        (*made)(from, to, stream(), 0, false, here);
+        (*made)(from, to, stream(), {}, here);
         keep(std::move(made), here);
     }
     template <class T>
@@ -140,9 +140,9 @@ public:
         list([&](std::span<plan const> plans) { by_.set(plans, batch, comm_.tables(), here); });
     }
     /// As `exchange`.
-    void operator()(rows<T const> from, rows<T> to, index_t number, bool back, caller here) {
+    void operator()(rows<T const> from, rows<T> to, exchange_call of, caller here) {
         comm_.tables().write(here);
-        by_(from, to, comm_.stream(), number, back, here);
+        by_(from, to, comm_.stream(), of, here);
     }
     std::pair<index_t, index_t> rows_of(index_t number, caller here) const { return by_.rows_of(number, here); }
 
@@ -181,7 +181,7 @@ public:
     void operator()(F&& plan_of, bool back, index_t number, rows<T const> const& from, rows<T> const& to, caller here) {
         bool const mirrored = back && !back_;
         if (back && !mirrored) set_back(plan_of, here);
-        (*(back && !mirrored ? back_ : there_))(from, to, number, mirrored, here);
+        (*(back && !mirrored ? back_ : there_))(from, to, {number, mirrored}, here);
     }
     template <class F>
     std::pair<index_t, index_t> rows_of(F&&, index_t number, caller here) const {

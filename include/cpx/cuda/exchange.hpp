@@ -43,6 +43,12 @@ struct exchange_options {
     peer_resource* through = nullptr; ///< memory that all ranks reach, where messages are stored; null: they are sent
 };
 
+/// Which of an exchange's plans a call runs, and whether the other way.
+struct exchange_call {
+    index_t number = 0;
+    bool back = false;
+};
+
 /// Plans made ready for device buffers of elements T: tables and staging memory, made once, used by every call.
 ///
 /// Each call packs what leaves, sends one message a peer and unpacks, on the caller's stream, without host
@@ -142,14 +148,15 @@ public:
         return true;
     }
 
-    /// Moves this rank's rows of `from` to where they belong in everybody's `to`, by plan `number`; they must not
-    /// overlap. `back`: the other way, by a plan that does not add; where it copies, one copy goes back.
+    /// Moves this rank's rows of `from` to where they belong in everybody's `to`; they must not overlap. Back goes a plan
+    /// that does not add; where it copies, one copy does.
     ///
     /// from, to: (rows, width) of the plan's source and target, rows as far apart as the constructor was told,
     /// beginning at multiples of 16 bytes in memory of the communicator's device. Throws `cpx::error` before anything
     /// is enqueued if a buffer does not fit or is not memory of this device, or if the communicator is broken.
-    void operator()(rows<T const> from, rows<T> to, cudaStream_t stream, index_t number = 0, bool back = false,
+    void operator()(rows<T const> from, rows<T> to, cudaStream_t stream, exchange_call of = {},
                     caller here = caller::here()) {
+        auto const [number, back] = of;
         require_device(here);
         ready const& p = plan_of(number, here);
         require(!p.sums || (addable && !back), where, "elements of a plan that sums", "a type with +, and not back",

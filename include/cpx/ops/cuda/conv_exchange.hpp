@@ -117,11 +117,11 @@ public:
     /// Fills `halo()` from everybody's x. Collective.
     void exchange_halo(rows<T const> x, caller here = caller::here()) {
         comm_.tables().write(here); // of `set`, perhaps
-        if (halo_exchange_) (*halo_exchange_)(x, halo(), 0, false, here);
+        if (halo_exchange_) (*halo_exchange_)(x, halo(), {}, here);
     }
     /// Fills `dz_halo()` from everybody's `edge()`. Collective.
     void exchange_edge(caller here = caller::here()) {
-        if (edge_exchange_) (*edge_exchange_)(edge(), dz_halo(), 0, false, here);
+        if (edge_exchange_) (*edge_exchange_)(edge(), dz_halo(), {}, here);
     }
 
 private:

@@ -126,7 +126,7 @@ public:
         join_states(shape.heads, count, width, shape.map_rows(), shape.map_columns(), joins, stream());
     }
     void exchange(char const*, plan const&, index_t number, rows<float const> from, rows<float> to, caller here) {
-        (*move_)(from, to, number, false, here);
+        (*move_)(from, to, {number}, here);
     }
 
 private:
