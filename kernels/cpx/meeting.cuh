@@ -2,7 +2,7 @@
 // A barrier between the same block of every rank's kernel, which gives up instead of hanging.
 #pragma once
 
-#include <cpx/cuda/nvcc.hpp>
+#include <cpx/system_scope.cuh>
 
 #include <cstdint>
 
@@ -44,37 +44,6 @@ struct meeting {
     /// Returns which flag says that `from` has given up.
     __device__ int end(int from) const { return count(static_cast<int>(gridDim.x), ranks) - ranks + from; }
 };
-
-namespace detail {
-
-__device__ __forceinline__ std::uint64_t nanoseconds() {
-    std::uint64_t now;
-    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
-    return now;
-}
-__device__ __forceinline__ void store_release(std::uint64_t* to, std::uint64_t value) {
-    asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
-}
-__device__ __forceinline__ void store_relaxed(std::uint64_t* to, std::uint64_t value) {
-    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
-}
-__device__ __forceinline__ std::uint64_t load_relaxed(std::uint64_t const* from) {
-    std::uint64_t value;
-    asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(from));
-    return value;
-}
-__device__ __forceinline__ std::uint32_t load_relaxed(std::uint32_t const* from) {
-    std::uint32_t value;
-    asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(from));
-    return value;
-}
-__device__ __forceinline__ std::uint64_t load_acquire(std::uint64_t const* from) {
-    std::uint64_t value;
-    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(from) : "memory");
-    return value;
-}
-
-} // namespace detail
 
 /// Tells every rank that this block has come to `epoch`, `word`, and `number`. Called by all threads; what they wrote
 /// before is seen by whoever has met this block.

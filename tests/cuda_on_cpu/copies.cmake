@@ -1,9 +1,9 @@
 # cpx_kernels_for_cpu(<folder>): copies of kernels/ into <folder> that C++ compilers take: without the header that refuses
 # these; memory that a launch gives is that of gpu.hpp, and so is the one instruction of PTX that is not behind a function
-# of tensor_cores.cuh.
+# of tensor_cores.cuh or system_scope.cuh.
 function(cpx_kernels_for_cpu folder)
     file(GLOB kernels CONFIGURE_DEPENDS RELATIVE ${PROJECT_SOURCE_DIR}/kernels ${PROJECT_SOURCE_DIR}/kernels/cpx/*.cuh)
-    list(REMOVE_ITEM kernels cpx/tensor_cores.cuh)
+    list(REMOVE_ITEM kernels cpx/tensor_cores.cuh cpx/system_scope.cuh)
     foreach(kernel IN LISTS kernels)
         set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/kernels/${kernel})
         file(READ ${PROJECT_SOURCE_DIR}/kernels/${kernel} text)

@@ -31,7 +31,7 @@ struct dim3_of_host {
 };
 
 class machine;
-/// Returns the machine that runs kernels.
+/// Returns the machine that runs this thread's kernels.
 machine& now();
 
 /// The block that runs; there is one at a time. Shared memory begins full of NaNs.
@@ -43,12 +43,12 @@ public:
 
     order warps_run = order::ascending;
     copies arrive = copies::at_the_wait;
-    dim3_of_host block, grid;
+    dim3_of_host block, grid, size; ///< size: of a block
 
     /// Runs `kernel()` as every thread of every block of a grid; threads: whole warps. Throws if threads wait for each
     /// other for ever, or those of a warp meet in different operations.
     void launch(dim3_of_host blocks, dim3_of_host threads, std::function<void()> kernel) {
-        grid = blocks;
+        grid = blocks, size = threads;
         row_of_threads_ = static_cast<int>(threads.x);
         kernel_ = std::move(kernel);
         for (block.z = 0; block.z < grid.z; ++block.z)
@@ -219,7 +219,7 @@ private:
 };
 
 inline machine& now() {
-    static machine only;
+    static thread_local machine only;
     return only;
 }
 

@@ -9,15 +9,17 @@
 #undef __shared__
 #undef __launch_bounds__
 #undef __grid_constant__
-#define __shared__ static // one block at a time
+#define __shared__ static thread_local // one block at a time
 #define __launch_bounds__(...)
 #define __grid_constant__
 
 #define threadIdx (gpu::now().thread())
 #define blockIdx (gpu::now().block)
 #define gridDim (gpu::now().grid)
+#define blockDim (gpu::now().size)
 #define __syncthreads() gpu::now().meet()
 #define __syncthreads_or(mine) gpu::now().meet(mine)
+#define __syncthreads_and(mine) (!gpu::now().meet(!(mine)))
 #define __shfl_sync(mask, mine, lane) gpu::from_lane(mine, lane)
 #define __shfl_xor_sync(mask, mine, apart) gpu::from_lane(mine, gpu::now().lane() ^ (apart))
 #define __shfl_up_sync(mask, mine, apart)                                                                              \

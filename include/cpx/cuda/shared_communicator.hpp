@@ -36,8 +36,8 @@ private:
     shared_memory& shared_;
 };
 
-/// What its movements prepare: halos and carries, where all ranks reach each other, through the memory; else to send and
-/// receive, but for relayouts between shardings whose addresses can be computed on a device (not of `table` and
+/// What its movements prepare: halos and carries, where all ranks reach each other, through the memory; else to send
+/// and receive, but for relayouts between shardings whose addresses can be computed on a device (not of `table` and
 /// `by_length`).
 template <class T, class Plan>
 class shared_plans : public prepared_plans<T, Plan> {
