@@ -33,6 +33,13 @@ def delta_inputs():
     return cpx.carry(one(), 0), *[np.zeros((20, 1, 2))] * 3, *[np.zeros((20, 1))] * 2
 
 
+def of_layer(**others):
+    net = cpx.gated_delta_net(one(), 0, 4, (1, 2, 4, 3))
+    shapes = [(14, 4), (6, 4), (2, 4), (2, 4), (14, 4), (2,), (2,), (3,), (4, 6)]
+    weights = {name: np.ones(shape) for name, shape in zip(net.parameters, shapes)}
+    return net(weights | others, np.ones((20, 4)), alone())
+
+
 mistakes = {
     "decreasing offsets": (lambda: cpx.thd([0, 5, 3]), "thd: offset 2 decreases: expected at least 5, got 3"),
     "offsets of fractions": (lambda: cpx.thd([0, 1.5]), "thd: offsets, number 1: expected an integer.*got float"),
@@ -214,6 +221,9 @@ mistakes = {
     "missing weights": (
         lambda: cpx.gated_delta_net(one(), 0, 8, (1, 1, 4, 4))({}, np.zeros((20, 8)), alone()),
         "gated_delta_net: weights: expected in_proj_qkv.weight",
+    ),
+    "gates of another dtype": (
+        lambda: of_layer(A_log=np.ones(2, np.float32)), "gated_delta_net: dtype of A_log: expected float64, got float32"
     ),
 }
 

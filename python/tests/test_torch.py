@@ -320,6 +320,25 @@ def test_a_layer_is_that_of_package_cpx_with_its_gradients(how):
             near(got, torch.from_numpy(right).reshape(got.shape), torch.float64)
 
 
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32])
+def test_a_layer_widens_a_log_and_dt_bias(kind):
+    x = numbers(batch.tokens, hidden, seed=20)
+
+    def program(comm):
+        comm = ct.communicator(comm)
+        plan = ct.gated_delta_net_plan(cpx.shard(batch, cpx.sequential(1)), layer_heads, comm, chunk=8)
+        weights = {name: w.detach() for name, w in layer_weights().items()}
+        given = {name: weights[name].to(kind).requires_grad_() for name in ("A_log", "dt_bias")}
+        wide = {name: w.detach().double() for name, w in given.items()}
+        y = ct.gated_delta_net(x, weights | given, plan, comm)
+        assert not torch.equal(wide["A_log"], weights["A_log"])
+        assert torch.equal(y, ct.gated_delta_net(x, weights | wide, plan, comm))
+        y.sum().backward()
+        assert all(w.grad.dtype is kind for w in given.values())
+
+    cpx.run(1, program)
+
+
 @pytest.mark.parametrize("how", ["serial", "heads"])
 def test_a_layer_is_bitwise_that_of_one_rank_with_products_whose_rows_are(how):
     one = layered(cpx.shard(batch, cpx.sequential(1)), "serial", FixedProduct.apply)

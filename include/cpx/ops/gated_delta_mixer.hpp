@@ -41,7 +41,7 @@ struct gated_delta_net_config {
 /// conv: (sequences, kernel * (q + k + v channels)), see `causal_conv1d_states`; recurrent: (sequences, value heads *
 /// key_dim * value_dim), of what memory M has for sums. Zeros before the first token. Read where a sequence begins,
 /// conv on every rank that holds one of its first kernel - 1 tokens; written in place where it ends. Decoding is a
-/// batch of one token a sequence, see `gated_delta_net_relayout`.
+/// batch of one token a sequence, on devices a step of the states where they are; see `gated_delta_net_relayout`.
 template <class T, any_memory M = host_memory>
 struct gated_delta_net_state {
     field<rows<T>> conv = {};
