@@ -99,7 +99,8 @@ struct main_block {
     __device__ void store(CUtensorMap const& outputs, delta_output const& to, int half) const;
     // A warpgroup:
     __device__ void make_p() const;
-    // For a warpgroup that carries half the state:
+    // For a warpgroup that carries half the state, or would, where heads have no channels of that half:
+    __device__ void pass(int group) const;
     __device__ void carry(delta_stretch const& stretch, delta_output const& to, int group) const;
     __device__ void erase_and_read(half_state& s, std::uint32_t const (&f)[32], std::uint32_t const (&v)[16], int at,
                                    int i, int group, float (&o)[32], std::uint32_t (&y)[16]) const;
@@ -252,6 +253,25 @@ main_block<Erases>::write_and_read(half_state& s, std::uint32_t const (&f)[32], 
     }
 }
 
+/// Takes turns over a stretch, and says that what was loaded has been read.
+template <bool Erases>
+__device__ __forceinline__ void main_block<Erases>::pass(int group) const {
+    ring<stages> r;
+    if (Erases && first < last) give_turn(5 - group);
+    for (int i = 0; i < last - first; ++i, r.next()) {
+        wait(memory.full[r.at], r.parity);
+        wait(memory.values_full[r.at], r.parity);
+        if constexpr (Erases) {
+            take_turn(group);
+            give_turn(5 - group);
+        }
+        wait(memory.aux_full[i & 1], i >> 1 & 1);
+        arrive_warp(memory.empty[r.at]);
+        arrive_warp(memory.aux_empty[i & 1]);
+        arrive_warp(memory.out_full[r.at][group - 2]);
+    }
+}
+
 /// Carries half the state over a stretch and computes the outputs of its channels, by warpgroup number `group`.
 template <bool Erases>
 __device__ __forceinline__ void main_block<Erases>::carry(delta_stretch const& stretch, delta_output const& to,
@@ -363,6 +383,8 @@ static __global__ void __launch_bounds__(512, 1)
     } else if (group == 1) {
         cutlass::arch::warpgroup_reg_dealloc<104>();
         work.make_p();
+    } else if (group == 3 && in.dims.value <= 64) {
+        work.pass(group);
     } else {
         cutlass::arch::warpgroup_reg_alloc<184>();
         work.carry(stretch, to, group);
