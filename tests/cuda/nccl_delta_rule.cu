@@ -317,10 +317,10 @@ TEST_SUITE("cuda") {
         if (!has_gpus(2)) return;
         for (bool const erases : {true, false}) {
             CAPTURE(erases);
-            auto p = make<__nv_bfloat16>(lengths({5000, 100, 2300}), {1, 2, 128, 128}, false, 11);
+            auto p = make<__nv_bfloat16>(lengths({5000, 100, 2300}), {2, 4, 128, 128}, false, 11);
             for (double& g : p.g) g = static_cast<float>(g / 64);
             p.erases = erases;
-            check_problem<__nv_bfloat16>(p, 4.7e-3, 6e-3);
+            check_problem<__nv_bfloat16>(p, 5.5e-3, 6e-3); // what is hardly forgotten adds up: without decay it is 5e-3
         }
     }
 

@@ -173,9 +173,9 @@ class prepared_plans {
 public:
     prepared_plans(Plan const& p, typename kind::width width, capacity const& most, communicator& comm, caller here,
                    range others = {})
-        : comm_(comm), width_(width), first_(kind::batch_of(p)), now_(first_),
-          there_(ready(p, false, most, others, here)) {
+        : comm_(comm), width_(width), first_(kind::batch_of(p)), now_(first_) {
         if (!kind::mirrors(p)) back_ = ready(p, true, most, others, here);
+        there_ = ready(p, false, most, others, here); // last, for that is what the first call runs
     }
     template <class F>
     void set(typename kind::batch const& of, F&& plan_of, caller here) {

@@ -115,15 +115,14 @@ void launch_delta_steps(delta_call<Erases, T> const& of, kernels::delta_walk con
 template <bool Erases, class T>
 void launch_delta_join(delta_call<Erases, T> const& of, kernels::delta_walk const& walk,
                        kernels::delta_steps const& steps, kernels::delta_totals const& totals, bool along) {
-    int const blocks = along ? 2 : 128 / kernels::delta::join_columns;
-    auto const launch = [&](auto kernel, index_t of_sequences, int threads) {
-        launch_early(kernel, dims(Erases && totals.maps ? 2 * blocks : blocks, of.shape.value_heads, of_sequences),
-                     dims(threads), 0, of.stream, "delta_rule_join", of.here, walk, steps, totals);
-    };
+    index_t const heads = of.shape.value_heads, parts = Erases && totals.maps ? 2 : 1;
     if (along)
-        launch(kernels::delta_rule_apply<Erases>, of.space.stretches, 256);
+        launch_hopper(of, "delta_rule_apply", kernels::delta_rule_apply<Erases>, 2 * parts * heads * of.space.stretches,
+                      256, sizeof(kernels::delta::apply_memory), walk, steps, totals);
     else
-        launch(kernels::delta_rule_join<Erases>, of.space.sequences, 512);
+        launch_early(kernels::delta_rule_join<Erases>,
+                     dims(128 / kernels::delta::join_columns * parts, heads, of.space.sequences), 512, 0, of.stream,
+                     "delta_rule_join", of.here, walk, steps, totals);
 }
 
 /// Launches the walks that write states before stretches and, if `walk.last` is wanted, after sequences.
@@ -147,11 +146,11 @@ void launch_delta_outputs(delta_call<Erases, T> const& of, kernels::delta_walk c
                   kernels::delta_output{delta_view(o, of.shape.value_dim), after_state});
 }
 
+/// Launches all but what comes before.
 template <bool Erases, class T>
-void launch_delta_hopper(delta_call<Erases, T> const& of, rows<T> o, std::span<float> last) {
+void launch_delta_hopper_together(delta_call<Erases, T> const& of, rows<T> o, std::span<float> last) {
     auto walk = delta_walk_of(of);
     walk.snapshots = of.floats(of.space.snapshots);
-    launch_delta_prepared(of, walk);
     bool const by_scan = of.space.states_first && of.shape.scan;
     if (by_scan) {
         auto const steps = delta_steps_of(of, true, false);
@@ -159,20 +158,28 @@ void launch_delta_hopper(delta_call<Erases, T> const& of, rows<T> o, std::span<f
         auto joined = walk;
         joined.initial = nullptr; // the first steps begin with it
         launch_delta_join(of, joined, steps, {}, false);
-    } else if (of.space.states_first)
+    } else if (of.space.states_first) {
         launch_delta_state(of, walk);
+    }
     walk.last = last.data();
     launch_delta_outputs(of, walk, o, of.space.states_first && !by_scan);
 }
 
-// A forward in parts, of a call of another `delta_order` than together: what comes before; the states, which are walked
-// along or, by scan, joined of the steps of stretches; the outputs. Where states before are not `known` yet, the second
-// part is what sequences make of those, of steps, and the third one the states, made of steps, too.
 template <bool Erases, class T>
-void launch_delta_hopper_begin(delta_call<Erases, T> const& of, bool known) {
+void launch_delta_hopper(delta_call<Erases, T> const& of, rows<T> o, std::span<float> last) {
+    launch_delta_prepared(of, delta_walk_of(of));
+    launch_delta_hopper_together(of, o, last);
+}
+
+// A forward in parts. What comes before, and steps, if they are wanted: of stretches, by scan, else along sequences; what
+// these make of sequences; the states, of steps or walked along; the outputs. `known`: whether those before are, which
+// first steps begin with then.
+template <bool Erases, class T>
+void launch_delta_hopper_begin(delta_call<Erases, T> const& of, delta_order order, bool known) {
     auto const walk = delta_walk_of(of);
     launch_delta_prepared(of, walk);
-    if (of.shape.scan || !known) launch_delta_steps(of, walk, delta_steps_of(of, known, true), !of.shape.scan);
+    if (order == delta_order::steps_first || (of.shape.scan && order == delta_order::states_first))
+        launch_delta_steps(of, walk, delta_steps_of(of, known, true), !of.shape.scan);
 }
 template <bool Erases, class T>
 void launch_delta_hopper_totals(delta_call<Erases, T> const& of, std::span<float> maps, std::span<float> ends) {
@@ -198,7 +205,7 @@ void launch_delta_hopper_outputs(delta_call<Erases, T> const& of, rows<T> o) {
 
 template <bool Erases, class T>
 void launch_delta_hopper_fold(delta_call<Erases, T> const& of, std::span<float> maps, std::span<float> ends) {
-    launch_delta_hopper_begin(of, false);
+    launch_delta_hopper_begin(of, delta_order::steps_first, false);
     launch_delta_hopper_totals(of, maps, ends);
 }
 
@@ -283,6 +290,8 @@ namespace cpx::cuda::detail {
 
 template <class... A>
 void launch_delta_hopper(A const&...) {}
+template <class... A>
+void launch_delta_hopper_together(A const&...) {}
 template <class... A>
 void launch_delta_hopper_begin(A const&...) {}
 template <class... A>

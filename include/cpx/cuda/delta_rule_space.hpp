@@ -146,6 +146,10 @@ template <class T>
 delta_space delta_saved_space(gated_delta_rule_shape const&, index_t, index_t) {
     return {};
 }
+template <bool Erases>
+bool has_delta_hopper() {
+    return false;
+}
 template <bool Erases, class T>
 bool has_delta_hopper(gated_delta_rule_shape const&, index_t) {
     return false;

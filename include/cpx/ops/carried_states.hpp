@@ -19,7 +19,7 @@ struct visit {
     std::size_t segment = 0;
     T* state = nullptr; ///< null: the segment is a whole sequence, and nobody else wants to know its state
     T* map = nullptr;
-    bool handed_on = false; ///< whether another segment waits for the state that leaves it
+    bool handed_on = false; ///< whether another segment comes after it
     // The pass says these, which may be null.
     T const* before = nullptr; ///< the state that reaches the segment, null: zeros; may be `state`
     T* start = nullptr;        ///< where a forward keeps that for its backward
@@ -306,7 +306,8 @@ void carry_states(char const* where, carry_exchanges<scan> const& plan, side fro
     pass.fold(folded);
     auto reaching = join_steps(where, plan, from, pass, maps.data(), ends, memory, here);
     for (std::size_t i = 0; i < plan.links.size(); ++i)
-        if (plan.links[i].beside(from) > 0) reached.push_back({i, reaching[i]});
+        if (plan.links[i].beside(from) > 0)
+            reached.push_back({i, reaching[i], nullptr, plan.links[i].beside(opposite(from)) > 0});
     pass.over(reached);
     pass.rest();
 }
@@ -327,10 +328,10 @@ inline std::vector<std::vector<std::size_t>> run_together(carry_exchanges<serial
     return groups;
 }
 inline std::vector<std::vector<std::size_t>> run_together(carry_exchanges<scan> const& plan, side from) {
-    std::vector<std::vector<std::size_t>> groups(3); // the first of their sequences, and those that others reach
+    std::vector<std::vector<std::size_t>> groups(4); // the first of their sequences, and those that others reach
     for (std::size_t i = 0; i < plan.links.size(); ++i) {
         carry_link const& l = plan.links[i];
-        groups[l.beside(from) > 0 ? 2 : l.beside(opposite(from)) > 0 ? 0 : 1].push_back(i);
+        groups[(l.beside(from) > 0 ? 2 : 0) + (l.beside(opposite(from)) > 0 ? 0 : 1)].push_back(i);
     }
     std::erase_if(groups, [](auto const& g) { return g.empty(); });
     return groups;

@@ -65,7 +65,8 @@ public:
         cuda::detail::delta_space space = {};
         cuda::block<char> workspace = {};
         rows<T> o = {};
-        bool known = false;
+        cuda::states_before known = {};
+        bool is_done = false; ///< whether outputs have been computed beside states, for which nobody waited
     };
     template <class X, class O>
     bool has_parts(X const& x, O const& o) const {
@@ -75,18 +76,18 @@ public:
                cuda::detail::row_vector(in.q, in.k, in.v, o.data()) == 16;
     }
     template <class X, class O>
-    parts begin(cuda::recurrence_segments const& s, X const& x, std::span<float const> before, O const& o, bool known,
-                std::span<char> kept, memory& m, caller here) const {
+    parts begin(cuda::recurrence_segments const& s, X const& x, std::span<float const> before, O const& o,
+                cuda::states_before known, std::span<char> kept, memory& m, caller here) const {
         parts p{.in = input(s, x, before), .o = o.data(), .known = known};
         p.in.saved = kept, p.in.saved_tokens = s.tokens;
         p.shape = shape_of(p.in);
         p.shape.scan = s.by_scan && cuda::detail::delta_by_stretches(count(s), p.shape.value_heads);
         cuda::detail::require_saved(name, p.shape, p.in, here);
-        using order = cuda::detail::delta_order;
-        p.space = cuda::detail::delta_forward_space<Erases, T>(p.shape, p.in.k.count(), count(s), !kept.empty(),
-                                                               known ? order::states_first : order::steps_first);
+        p.space =
+            cuda::detail::delta_forward_space<Erases, T>(p.shape, p.in.k.count(), count(s), !kept.empty(), order_of(p));
         p.workspace = m.memory().template room<char>(p.space.bytes);
-        with_call(p, m, here, [&](auto const& call) { cuda::detail::launch_delta_hopper_begin(call, known); });
+        with_call(p, m, here,
+                  [&](auto const& call) { cuda::detail::launch_delta_hopper_begin(call, order_of(p), given(p)); });
         ++m.calls.on_tensor_cores;
         return p;
     }
@@ -95,10 +96,16 @@ public:
     }
     void states(parts& p, std::span<float const> before, std::span<float> after, memory& m, caller here) const {
         p.in.state = before;
-        with_call(p, m, here,
-                  [&](auto const& call) { cuda::detail::launch_delta_hopper_states(call, p.known, after); });
+        p.is_done = order_of(p) == cuda::detail::delta_order::together;
+        with_call(p, m, here, [&](auto const& call) {
+            if (p.is_done)
+                cuda::detail::launch_delta_hopper_together(call, p.o, after);
+            else
+                cuda::detail::launch_delta_hopper_states(call, given(p), after);
+        });
     }
     void outputs(parts& p, memory& m, caller here) const {
+        if (p.is_done) return;
         with_call(p, m, here, [&](auto const& call) { cuda::detail::launch_delta_hopper_outputs(call, p.o); });
     }
 
@@ -167,6 +174,13 @@ private:
         recurrence_heads const& heads = of_.heads;
         return {in.k.width() / heads.key_dim, in.v.width() / heads.value_dim, heads.key_dim, heads.value_dim,
                 of_.options.scale};
+    }
+    static bool given(parts const& p) { return p.known == cuda::states_before::given; }
+    /// Few heads are folded by stretches; of many, only what others wait for comes before outputs.
+    static cuda::detail::delta_order order_of(parts const& p) {
+        using order = cuda::detail::delta_order;
+        if (given(p)) return order::states_first;
+        return p.shape.scan || p.known == cuda::states_before::by_steps ? order::steps_first : order::together;
     }
     template <class F>
     void with_call(parts& p, memory& m, caller here, F&& f) const {

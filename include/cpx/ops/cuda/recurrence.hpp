@@ -86,9 +86,10 @@ recurrence_gradients(D, X, rows<float const> = {}, rows<float> = {}) -> recurren
 /// too, of segments whose states others wait for, or that wait for others:
 ///
 /// - `parts`: a type for what has begun; `has_parts(x, o)`: whether a forward of these has them
-/// - `begin(segments, x, before, o, known, kept, by, here)` returns it; `known`: whether `before` is given already
-/// - `totals(begun, maps, ends, by, here)`: as a fold, unless the states before are known
-/// - `states(begun, before, after, by, here)`, which come before `outputs(begun, by, here)`
+/// - `begin(segments, x, before, o, known, kept, by, here)` returns it; known: a `states_before`, which says whether
+///   `before` is given
+/// - `totals(begun, maps, ends, by, here)`: as a fold, of what has begun by steps
+/// - `states(begun, before, after, by, here)`, and then `outputs(begun, by, here)`
 template <class R, class X, class O>
 concept recurrence_model =
     requires(R const r, recurrence_segments const s, X const x, O const o, std::span<float const> in,

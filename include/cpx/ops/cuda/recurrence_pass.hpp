@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <concepts>
-#include <optional>
 #include <span>
 #include <utility>
 #include <vector>
@@ -21,6 +20,10 @@ struct recurrence_segments {
     index_t tokens = 0;   ///< of all
     bool by_scan = false; ///< whether their states may be joined of steps, too, as the carry says
 };
+
+/// What is known of the states before segments when a forward in parts begins: they are given; or they come later, and
+/// others wait for the steps that segments make; or they come later, and nobody waits.
+enum class states_before { given, by_steps, later };
 
 } // namespace cpx::cuda
 
@@ -167,37 +170,50 @@ public:
     }
     void over(visits_list const& visits) {
         if (visits.empty()) return;
-        if (folded_) {
-            begun b = *std::exchange(folded_, {});
-            auto reached = visits;
-            for (visit<float>& v : reached) v.state = nullptr; // what leaves them has been made of steps
-            b.states = this->bring(reached, true);
-            return states(reached, std::move(b));
+        auto folded = std::exchange(folded_, {});
+        for (begun& b : folded) {
+            visits_list own;
+            for (visit<float> v : visits)
+                if (v.handed_on == b.by_steps) {
+                    v.state = nullptr; // what leaves it has been made of steps
+                    own.push_back(v);
+                }
+            b.states = this->bring(own, true);
+            states(own, std::move(b));
         }
+        if (!folded.empty()) return;
         auto const first = this->take_handed_on(visits);
         if (!in_parts(first)) return run(first);
         begun b{this->describe(first), this->bring(first, true)};
-        begin(b, first, true);
+        begin(b, first, cuda::states_before::given);
         states(first, std::move(b));
     }
     void fold(visits_list const& visits) {
-        if (in_parts(visits)) {
-            begun b{this->describe(visits)};
-            begin(b, visits, false);
-            if constexpr (has_parts<R>)
-                if (!this->wanted(visits).empty())
-                    this->each_folded(visits, map_width_, [&](std::span<float> maps, std::span<float> ends) {
-                        r_.totals(b.parts, maps, ends, memory_, here_);
-                    });
-            folded_ = std::move(b);
+        auto const inner = this->wanted(visits);
+        if (!in_parts(visits)) {
+            if (inner.empty()) return;
+            auto const of = this->describe(inner);
+            this->each_folded(inner, map_width_, [&](std::span<float> maps, std::span<float> ends) {
+                r_.fold(of.segments, t_.x, maps, ends, memory_, here_);
+            });
             return;
         }
-        auto const list = this->wanted(visits);
-        if (list.empty()) return;
-        auto const of = this->describe(list);
-        this->each_folded(list, map_width_, [&](std::span<float> maps, std::span<float> ends) {
-            r_.fold(of.segments, t_.x, maps, ends, memory_, here_);
-        });
+        auto last = visits;
+        std::erase_if(last, [](visit<float> const& v) { return v.state; });
+        if (!inner.empty()) {
+            begun b{this->describe(inner)};
+            b.by_steps = true;
+            begin(b, inner, cuda::states_before::by_steps);
+            if constexpr (has_parts<R>)
+                this->each_folded(inner, map_width_, [&](std::span<float> maps, std::span<float> ends) {
+                    r_.totals(b.parts, maps, ends, memory_, here_);
+                });
+            folded_.push_back(std::move(b));
+        }
+        if (last.empty()) return;
+        begun b{this->describe(last)};
+        begin(b, last, cuda::states_before::later);
+        folded_.push_back(std::move(b));
     }
     void rest() {
         if constexpr (has_parts<R>)
@@ -235,13 +251,14 @@ private:
         typename device_states::described of;
         typename device_states::beside_each_other states = {};
         typename parts_of<R>::type parts = {};
+        bool by_steps = false; ///< of segments that others come after
     };
     bool in_parts(visits_list const& visits) const {
         if (visits.empty()) return false;
         if constexpr (has_parts<R>) return r_.has_parts(t_.x, t_.o);
         return false;
     }
-    void begin(begun& b, visits_list const& visits, bool known) {
+    void begin(begun& b, visits_list const& visits, cuda::states_before known) {
         if constexpr (has_parts<R>)
             b.parts = r_.begin(b.of.segments, t_.x, all(b.states.before), t_.o, known,
                                keeping(visits, b.of.segments.tokens), memory_, here_);
@@ -255,8 +272,8 @@ private:
     R const& r_;
     Tensors const& t_;
     index_t map_width_;
-    std::optional<begun> folded_; ///< what `fold` has begun, and `over` is given next
-    std::vector<begun> begun_;    ///< whose outputs are to be made
+    std::vector<begun> folded_; ///< what `fold` has begun, and `over` is given next
+    std::vector<begun> begun_;  ///< whose outputs are to be made
 };
 
 template <class R, class Tensors, class Gradients>
