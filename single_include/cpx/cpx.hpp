@@ -5293,8 +5293,8 @@ consteval std::size_t count_routes() {
 ///
 ///     static_assert(cpx::routes<cpx::zigzag<2>, cpx::sequential<2>>().size() == 2);
 ///
-/// Both layouts cut the same runs (one scope) with the same cut. Then the plans of `relayout` are these, scaled by every
-/// length, and what stays.
+/// Both layouts cut the same runs (one scope) with the same cut. Then the plans of `relayout` are these, scaled by
+/// every length, and what stays.
 template <class From, class To>
 consteval auto routes() {
     constexpr bool known = static_layout<From> && static_layout<To>;

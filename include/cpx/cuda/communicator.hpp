@@ -144,13 +144,6 @@ public:
         comm_.tables().write(here);
         by_(from, to, comm_.stream(), of, here);
     }
-    /// The same in another stream, from where the communicator's is now; `left` is recorded there.
-    void beside(rows<T const> from, rows<T> to, exchange_call of, cudaStream_t in, event& left, caller here) {
-        comm_.tables().write(here);
-        left.record(comm_.stream(), here);
-        left.before(in, here);
-        by_(from, to, in, of, here);
-    }
     std::pair<index_t, index_t> rows_of(index_t number, caller here) const { return by_.rows_of(number, here); }
 
 private:

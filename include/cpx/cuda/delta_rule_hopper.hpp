@@ -171,9 +171,9 @@ void launch_delta_hopper(delta_call<Erases, T> const& of, rows<T> o, std::span<f
     launch_delta_hopper_together(of, o, last);
 }
 
-// A forward in parts. What comes before, and steps, if they are wanted: of stretches, by scan, else along sequences; what
-// these make of sequences; the states, of steps or walked along; the outputs. `known`: whether those before are, which
-// first steps begin with then.
+// A forward in parts. What comes before, and steps, if they are wanted: of stretches, by scan, else along sequences;
+// what these make of sequences; the states, of steps or walked along; the outputs. `known`: whether those before are,
+// which first steps begin with then.
 template <bool Erases, class T>
 void launch_delta_hopper_begin(delta_call<Erases, T> const& of, delta_order order, bool known) {
     auto const walk = delta_walk_of(of);

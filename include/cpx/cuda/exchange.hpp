@@ -148,8 +148,8 @@ public:
         return true;
     }
 
-    /// Moves this rank's rows of `from` to where they belong in everybody's `to`; they must not overlap. Back goes a plan
-    /// that does not add; where it copies, one copy does.
+    /// Moves this rank's rows of `from` to where they belong in everybody's `to`; they must not overlap. Back goes a
+    /// plan that does not add; where it copies, one copy does.
     ///
     /// from, to: (rows, width) of the plan's source and target, rows as far apart as the constructor was told,
     /// beginning at multiples of 16 bytes in memory of the communicator's device. Throws `cpx::error` before anything

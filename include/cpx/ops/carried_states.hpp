@@ -107,14 +107,6 @@ struct states_on_host {
     void exchange(char const* where, plan const& p, index_t, rows<T const> from, rows<T> to, caller here) const {
         exchange_rows(p, from, to, comm, here, {where, alike});
     }
-    void await() const {}
-};
-
-/// Awaits an exchange when it ends, so that what moves is not freed before.
-template <class Memory>
-struct awaited {
-    Memory& memory;
-    ~awaited() { memory.await(); }
 };
 
 /// Returns the place of exchange `k` of a carry among all: those of a forward, then those of a backward.
@@ -161,32 +153,13 @@ struct scan_work {
     }
 };
 
-/// One rank's way through its segments, as `carry_states` asks for it.
-template <class T>
-struct states_pass {
-    /// Of the states that the rank holds.
-    virtual state_shape const& shape() const = 0;
-    /// Makes of the states that reach segments the ones that leave them; of segments that are the first on the way it
-    /// sets the state itself. What nobody waits for may be left to `rest`.
-    virtual void over(std::vector<visit<T>> visits) const = 0;
-    /// Gives the steps of the segments that others reach, where they are wanted: the maps M and, in states that are
-    /// zero on entry, E. Next, it goes over these segments.
-    virtual void fold(std::vector<visit<T>> const& visits) const = 0;
-    /// Does what `over` has left, once states are on their way.
-    virtual void rest() const {}
-
-protected:
-    ~states_pass() = default;
-};
-
 /// Returns the states that reach the segments of one rank that are not the first on their way.
 ///
 /// `maps` and `ends` hold what each segment does to the state, of the first on the way the state that leaves it.
 template <class T, class Memory>
 per_segment<T, Memory> join_steps(char const* where, carry_exchanges<scan> const& plan, side from,
-                                  states_pass<T> const& pass, T const* maps, per_segment<T, Memory>& ends,
-                                  Memory& memory, caller here) {
-    state_shape const shape = pass.shape();
+                                  state_shape const& shape, T const* maps, per_segment<T, Memory>& ends, Memory& memory,
+                                  caller here) {
     index_t const width = shape.state_width(), map_width = shape.map_width();
     index_t const row = plan.row_width(width, map_width);
     // What the segments before each do to the state together, of ever more of them until the first is among them.
@@ -237,18 +210,31 @@ per_segment<T, Memory> join_steps(char const* where, carry_exchanges<scan> const
             }
         }
         giving.run(memory, shape);
-        {
-            memory.exchange(where, step, exchange_number(plan, k, from),
-                            rows<T const>(given.data(), step.source_rows, row),
-                            rows<T>(got.data(), step.target_rows, row), here);
-            awaited<Memory> const coming{memory};
-            if (k + 1 == plan.steps) pass.rest(); // before, others would wait for what comes next
-        }
+        memory.exchange(where, step, exchange_number(plan, k, from), rows<T const>(given.data(), step.source_rows, row),
+                        rows<T>(got.data(), step.target_rows, row), here);
         getting.run(memory, shape);
         std::swap(reaching_maps, longer); // who gets no map now wants none later
     }
     return reaching;
 }
+
+/// One rank's way through its segments, as `carry_states` asks for it.
+template <class T>
+struct states_pass {
+    /// Of the states that the rank holds.
+    virtual state_shape const& shape() const = 0;
+    /// Makes of the states that reach segments the ones that leave them; of segments that are the first on the way it
+    /// sets the state itself. What nobody waits for may be left to `rest`.
+    virtual void over(std::vector<visit<T>> visits) const = 0;
+    /// Gives the steps of the segments that others reach, where they are wanted: the maps M and, in states that are
+    /// zero on entry, E. Next, it goes over these segments.
+    virtual void fold(std::vector<visit<T>> const& visits) const = 0;
+    /// Does what `over` has left, once states are on their way.
+    virtual void rest() const {}
+
+protected:
+    ~states_pass() = default;
+};
 
 /// Hands states along: from the segments before, as in a forward, or from those after, as in a backward.
 ///
@@ -273,13 +259,10 @@ void carry_states(char const* where, carry_exchanges<serial> const& plan, side f
         index_t const lower = from == side::before ? level : level - 1;
         cpx::plan const step = plan.step(lower, from);
         auto next = memory.template zeros<T>(where, {step.target_rows, width}, here);
-        {
-            memory.exchange(where, step, exchange_number(plan, lower, from),
-                            rows<T const>(states.data(), step.source_rows, width),
-                            rows<T>(next.data(), step.target_rows, width), here);
-            awaited<Memory> const coming{memory};
-            pass.rest();
-        }
+        memory.exchange(where, step, exchange_number(plan, lower, from),
+                        rows<T const>(states.data(), step.source_rows, width),
+                        rows<T>(next.data(), step.target_rows, width), here);
+        pass.rest();
         states = std::move(next);
     }
     pass.rest();
@@ -304,7 +287,7 @@ void carry_states(char const* where, carry_exchanges<scan> const& plan, side fro
     }
     pass.over(known);
     pass.fold(folded);
-    auto reaching = join_steps(where, plan, from, pass, maps.data(), ends, memory, here);
+    auto reaching = join_steps(where, plan, from, shape, maps.data(), ends, memory, here);
     for (std::size_t i = 0; i < plan.links.size(); ++i)
         if (plan.links[i].beside(from) > 0)
             reached.push_back({i, reaching[i], nullptr, plan.links[i].beside(opposite(from)) > 0});

@@ -52,8 +52,8 @@ struct gated_delta_net_state {
 /// Weights of a gated delta net layer, or their gradients, whole on every rank, named and shaped as in the checkpoint.
 ///
 /// Projections are (out, in); conv is (q + k + v channels, kernel); A_log, dt_bias (value heads, 1); norm (1,
-/// value_dim). Of a vector: `.A_log = {list, 1}`. A_log and dt_bias are float where the others have 16 bits, for g is an
-/// exponential of the one; checkpoints that store fewer bits of them are widened.
+/// value_dim). Of a vector: `.A_log = {list, 1}`. A_log and dt_bias are float where the others have 16 bits, for g is
+/// an exponential of the one; checkpoints that store fewer bits of them are widened.
 template <class A>
 struct gated_delta_net_parameters {
     using of_gates = std::conditional_t<std::is_const_v<A>, wide<A> const, wide<A>>;

@@ -75,6 +75,13 @@ public:
                cuda::detail::has_delta_hopper<Erases, T>(shape_of(in), in.k.count()) &&
                cuda::detail::row_vector(in.q, in.k, in.v, o.data()) == 16;
     }
+    /// With outputs beside states a forward is done sooner, but these are: where one exchange is all there is, and by
+    /// scan, where the others fold meanwhile, that does not pay, unless few heads are folded by stretches.
+    template <class X>
+    bool states_first(X const& x, index_t segments, index_t exchanges, bool by_scan) const {
+        if (!by_scan) return exchanges > 1;
+        return cuda::detail::delta_by_stretches(segments, shape_of(input({}, x, {})).value_heads);
+    }
     template <class X, class O>
     parts begin(cuda::recurrence_segments const& s, X const& x, std::span<float const> before, O const& o,
                 cuda::states_before known, std::span<char> kept, memory& m, caller here) const {

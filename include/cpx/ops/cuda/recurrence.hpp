@@ -76,9 +76,9 @@ recurrence_gradients(D, X, rows<float const> = {}, rows<float> = {}) -> recurren
 /// - `backward_fold(segments, x, dout, dbefore, by, here)`
 /// - `kept_bytes(x, o, segments, tokens)`, if it is there: what a forward of so many segments, and tokens in them, may
 ///   keep for the backward of the same ones; `kept` is as large, or empty
-/// - `step(x, o, slots, states, by, here)`, if it is there: a token of each row's sequence, from state to state in place,
-///   where no sequence has more, all go on from states and leave them, and no backward comes; slots: which of the states
-///   a row has, below 0 none, which leaves its o alone; empty: row i has state i
+/// - `step(x, o, slots, states, by, here)`, if it is there: a token of each row's sequence, from state to state in
+///   place, where no sequence has more, all go on from states and leave them, and no backward comes; slots: which of the
+///   states a row has, below 0 none, which leaves its o alone; empty: row i has state i
 /// - `check_rank(where, plan, backward, here)`, if it is there, throws if it cannot run the heads, tokens and segments
 ///   of a rank
 ///
@@ -86,6 +86,8 @@ recurrence_gradients(D, X, rows<float const> = {}, rows<float> = {}) -> recurren
 /// too, of segments whose states others wait for, or that wait for others:
 ///
 /// - `parts`: a type for what has begun; `has_parts(x, o)`: whether a forward of these has them
+/// - `states_first(x, segments, exchanges, by_scan)`: whether that is faster, of so many segments whose states before
+///   are given, with so many exchanges to come
 /// - `begin(segments, x, before, o, known, kept, by, here)` returns it; known: a `states_before`, which says whether
 ///   `before` is given
 /// - `totals(begun, maps, ends, by, here)`: as a fold, of what has begun by steps

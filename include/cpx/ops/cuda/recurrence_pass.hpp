@@ -37,7 +37,7 @@ protected:
     template <carry_kind How, any_sharding S, class R>
     device_states(carry_plan<How, S> const& plan, R const& r, cuda::state_exchange& memory, caller here)
         : segments_(plan.segments), width_(held_states(plan, r).state_width()), rows_(rows_of_segments(plan)),
-          by_scan_(std::same_as<How, scan>), memory_(memory), here_(here) {}
+          exchanges_(plan.steps), by_scan_(std::same_as<How, scan>), memory_(memory), here_(here) {}
 
     /// Segments in device memory.
     struct described {
@@ -137,7 +137,7 @@ protected:
     }
 
     std::vector<segment> const& segments_;
-    index_t width_, rows_;
+    index_t width_, rows_, exchanges_;
     bool by_scan_;
     cuda::state_exchange& memory_;
     caller here_;
@@ -183,7 +183,7 @@ public:
         }
         if (!folded.empty()) return;
         auto const first = this->take_handed_on(visits);
-        if (!in_parts(first)) return run(first);
+        if (!in_parts(first) || !states_first(first)) return run(first);
         begun b{this->describe(first), this->bring(first, true)};
         begin(b, first, cuda::states_before::given);
         states(first, std::move(b));
@@ -256,6 +256,10 @@ private:
     bool in_parts(visits_list const& visits) const {
         if (visits.empty()) return false;
         if constexpr (has_parts<R>) return r_.has_parts(t_.x, t_.o);
+        return false;
+    }
+    bool states_first(visits_list const& visits) const {
+        if constexpr (has_parts<R>) return r_.states_first(t_.x, std::ssize(visits), exchanges_, by_scan_);
         return false;
     }
     void begin(begun& b, visits_list const& visits, cuda::states_before known) {

@@ -125,13 +125,9 @@ public:
         for (auto const& j : list) joins.push_back({j.map, j.x, j.sum});
         join_states(shape.heads, count, width, shape.map_rows(), shape.map_columns(), joins, stream());
     }
-    /// Begins an exchange beside what the stream is given until it awaits the states that come.
     void exchange(char const*, plan const&, index_t number, rows<float const> from, rows<float> to, caller here) {
-        move_->beside(from, to, {number}, beside_, left_, here);
-        arrived_.record(beside_, here);
+        (*move_)(from, to, {number}, here);
     }
-    /// Also if something has been thrown meanwhile: then the stream's failure is found later.
-    void await() noexcept { static_cast<void>(cudaStreamWaitEvent(stream(), arrived_, 0)); }
 
 private:
     communicator& comm_;
@@ -141,8 +137,6 @@ private:
     identity first_ = {};     ///< of the plan for which it was made
     carry_widths widths_ = {};
     std::unique_ptr<batch_exchange<float>> move_;
-    cuda::stream beside_;  ///< in which states move
-    event left_, arrived_; ///< of the stream, from where they do; of `beside_`, when they have
 };
 
 } // namespace cpx::cuda
