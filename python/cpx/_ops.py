@@ -337,8 +337,8 @@ class gated_delta_net:
     ) -> Array:
         """Returns y of x: (rows, hidden) of float32 or float64. Collective.
 
-        weights: a dict by `parameters`, whole on every rank, of the dtype of x, A_log and dt_bias, too, shaped as in the
-        checkpoint: projections (out, in), conv (q + k + v channels, kernel), A_log, dt_bias (value heads,), norm
+        weights: a dict by `parameters`, whole on every rank, of the dtype of x, A_log and dt_bias, too, shaped as in
+        the checkpoint: projections (out, in), conv (q + k + v channels, kernel), A_log, dt_bias (value heads,), norm
         (value_dim,).
         conv, recurrent: states to go on from, read and written in place: (sequences, kernel * channels) and
         (sequences, value heads * key_dim * value_dim) of the heads that the rank holds. saved: of `new_saved`.

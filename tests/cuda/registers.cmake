@@ -2,7 +2,7 @@
 # Compiles the kernels of the gated delta rule and of a decay a head for sm_90a; fails if registers are spilled or
 # tensor cores' products serialised.
 file(WRITE ${OUTPUT}.cu
-    "#include <cpx/delta_rule_dstate.cuh>\n#include <cpx/delta_rule_grad.cuh>\n#include <cpx/delta_rule_scan.cuh>\n"
+    "#include <cpx/delta_rule_apply.cuh>\n#include <cpx/delta_rule_dstate.cuh>\n#include <cpx/delta_rule_grad.cuh>\n"
     "using namespace cpx::kernels;\n"
     "template <bool Erases>\n"
     "void* const kernels[] = {(void*)delta_rule_prep<Erases>, (void*)delta_rule_state<Erases>,\n"

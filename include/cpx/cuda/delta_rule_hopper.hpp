@@ -7,6 +7,7 @@
 
 #if __has_include(<cute/arch/mma_sm90_gmma.hpp>)
 
+#include <cpx/delta_rule_apply.cuh>
 #include <cpx/delta_rule_dstate.cuh>
 #include <cpx/delta_rule_grad.cuh>
 #include <cpx/delta_rule_scan.cuh>

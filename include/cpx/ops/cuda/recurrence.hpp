@@ -77,8 +77,8 @@ recurrence_gradients(D, X, rows<float const> = {}, rows<float> = {}) -> recurren
 /// - `kept_bytes(x, o, segments, tokens)`, if it is there: what a forward of so many segments, and tokens in them, may
 ///   keep for the backward of the same ones; `kept` is as large, or empty
 /// - `step(x, o, slots, states, by, here)`, if it is there: a token of each row's sequence, from state to state in
-///   place, where no sequence has more, all go on from states and leave them, and no backward comes; slots: which of the
-///   states a row has, below 0 none, which leaves its o alone; empty: row i has state i
+///   place, where no sequence has more, all go on from states and leave them, and no backward comes; slots: which of
+///   the states a row has, below 0 none, which leaves its o alone; empty: row i has state i
 /// - `check_rank(where, plan, backward, here)`, if it is there, throws if it cannot run the heads, tokens and segments
 ///   of a rank
 ///
