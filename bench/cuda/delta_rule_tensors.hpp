@@ -21,7 +21,8 @@ public:
     using saved = cpx::delta_rule_saved<element, memory>;
 
     delta_rule(S const& sharding, cpx::delta_rule_heads const& heads, bool normalise, cpx::cuda::communicator& comm)
-        : plan_(cpx::carry<How>(sharding, comm.rank())), heads_(heads), by_(comm), tokens_(sharding.rows(comm.rank())) {
+        : plan_(cpx::carry<How>(sharding, comm.rank())), heads_(heads), by_(comm, {}, comm.through()),
+          tokens_(sharding.rows(comm.rank())) {
         options_.qk_l2norm = normalise;
     }
 

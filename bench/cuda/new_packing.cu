@@ -216,7 +216,7 @@ std::string operators_on(cuda::shared_communicator& comm, From const& zigzag, To
     auto move = cpx::make_movement<real>(zigzag(first), there, width, most, comm);
     cuda::conv_exchange<real, S> convolution(cpx::halo(there, rank, 3), cpx::halo(there, rank, 3, cpx::side::after),
                                              width, comm, {.most = most});
-    cuda::state_exchange states(comm, most);
+    cuda::state_exchange states(comm, most, comm.through());
     auto x = move.make_tensor(zigzag(first)), z = move.make_tensor(zigzag(first));
     auto y = move.make_tensor(there);
     auto const weight = timing::random<real>(width * 4, 1, -0.5f, 0.5f);

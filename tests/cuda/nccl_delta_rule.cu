@@ -225,7 +225,7 @@ std::vector<numbers> on_gpus(group& gpus, problem const& p, S const& sharding, b
         {
             either_way way(joined, stream, window);
             cpx::cuda::communicator& comm = way.comm();
-            cpx::cuda::state_exchange by(comm);
+            cpx::cuda::state_exchange by(comm, {}, comm.through());
             auto const all_meet = [&] {
                 way.wait();
                 meet();
@@ -286,7 +286,7 @@ void check_in_turn(group& gpus, std::vector<problem> const& problems, bool windo
         {
             either_way way(joined, stream, window);
             cpx::cuda::communicator& comm = way.comm();
-            cpx::cuda::state_exchange by(comm, {500, 3});
+            cpx::cuda::state_exchange by(comm, {500, 3}, comm.through());
             auto const all_meet = [&] {
                 way.wait();
                 meet();
@@ -373,7 +373,7 @@ TEST_SUITE("cuda") {
             cpx::cuda::stream const stream;
             either_way way(joined, stream, window);
             cpx::cuda::communicator& comm = way.comm();
-            cpx::cuda::state_exchange by(comm, {140, 3});
+            cpx::cuda::state_exchange by(comm, {140, 3}, comm.through());
             using M = cpx::cuda::memory;
             auto const run = [&](by_tokens const& sharding) {
                 auto const plan = cpx::carry<cpx::serial>(sharding, joined.rank());

@@ -121,14 +121,13 @@ namespace detail {
 template <class By>
 concept carries_states = std::derived_from<By, cuda::state_exchange> || std::derived_from<By, cuda::communicator>;
 
-/// Calls `f(state_exchange)`; the communicator keeps one that it has made until the stream has come here. That takes no
-/// memory which peers reach: of that there is little.
+/// Calls `f(state_exchange)`; the communicator keeps one that it has made until the stream has come here.
 template <carries_states By, class F>
 void with_state_exchange(By& by, caller here, F&& f) {
     if constexpr (std::derived_from<By, cuda::state_exchange>)
         f(by);
     else {
-        auto made = std::make_unique<cuda::state_exchange>(by, capacity(), nullptr);
+        auto made = std::make_unique<cuda::state_exchange>(by);
         f(*made);
         by.keep(std::move(made), here);
     }

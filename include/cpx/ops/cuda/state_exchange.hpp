@@ -32,10 +32,10 @@ public:
     template <class T>
     using buffer = block<T>;
 
-    /// `most`: see `capacity`; none: what the first batch wants. Through memory that all ranks reach, if `comm` has it.
-    explicit state_exchange(communicator& comm, capacity most = {}) : state_exchange(comm, most, comm.through()) {}
-    /// The same through other memory of that kind; null: states are sent and received.
-    state_exchange(communicator& comm, capacity most, peer_resource* through)
+    /// `most`: see `capacity`; none: what the first batch wants. `through`: `comm.through()`, for states to go through
+    /// memory that all ranks reach, where captured calls are replayed with other batches; null: they are sent, which
+    /// takes less time on the device, for no multiprocessors wait with a rank that is early.
+    explicit state_exchange(communicator& comm, capacity most = {}, peer_resource* through = nullptr)
         : comm_(comm), most_(most), through_(through) {}
     template <class X = void>
     explicit state_exchange(cpx::detail::any = {}, cpx::detail::any = {})
