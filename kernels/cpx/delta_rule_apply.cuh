@@ -6,6 +6,8 @@
 
 #include <cute/arch/copy_sm80.hpp>
 
+#include <cstddef>
+#include <cstdint>
 #include <type_traits>
 #include <utility>
 
@@ -91,9 +93,9 @@ static __global__ void __launch_bounds__(256, 2)
                     add(row, {m.x, m.y, m.z, m.w}, 0, 4);
                 }
             };
-            [&]<int... B>(std::integer_sequence<int, B...>) {
-                (multiply(std::integral_constant<int, B>()), ...);
-            }(std::make_integer_sequence<int, batches>());
+            [&]<std::size_t... B>(std::index_sequence<B...>) {
+                (multiply(std::integral_constant<int, static_cast<int>(B)>()), ...);
+            }(std::make_index_sequence<batches>());
         } else {
             __syncthreads();
             float const map = steps.maps[step];
