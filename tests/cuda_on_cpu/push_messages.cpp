@@ -53,7 +53,8 @@ void run(std::vector<rank_memory>& all, std::vector<cpx::plan> const& plans, ind
     rank_memory& own = all[static_cast<std::size_t>(rank)];
     auto* const x = reinterpret_cast<char*>(const_cast<float*>(from.data()));
     auto* const y = reinterpret_cast<char*>(to.data());
-    kernels::message_push push{.plan = &plan, .list = made.list.data(), .word = &word, .source = x, .target = y};
+    kernels::message_push push{};
+    push.plan = &plan, push.list = made.list.data(), push.word = &word, push.source = x, push.target = y;
     push.target_pitch = push.target_bytes = static_cast<int>(width * static_cast<index_t>(sizeof(float)));
     push.target_vector = sizeof(float);
     push.landing = own.landing, push.others = own.others.data(), push.back = back;
