@@ -314,7 +314,8 @@ inline std::vector<std::vector<std::size_t>> run_together(carry_exchanges<scan> 
     std::vector<std::vector<std::size_t>> groups(4); // the first of their sequences, and those that others reach
     for (std::size_t i = 0; i < plan.links.size(); ++i) {
         carry_link const& l = plan.links[i];
-        groups[(l.beside(from) > 0 ? 2 : 0) + (l.beside(opposite(from)) > 0 ? 0 : 1)].push_back(i);
+        std::size_t const reached = l.beside(from) > 0 ? 2 : 0, last = l.beside(opposite(from)) > 0 ? 0 : 1;
+        groups[reached + last].push_back(i);
     }
     std::erase_if(groups, [](auto const& g) { return g.empty(); });
     return groups;
