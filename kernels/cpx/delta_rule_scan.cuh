@@ -41,7 +41,7 @@ namespace delta {
 
 /// Halves: those of a state, of its value channels, that a block has. With both it folds a stretch, with one it goes
 /// along a sequence.
-template <bool Erases, int Halves>
+template <bool Erases, std::size_t Halves>
 struct fold_memory : erasing_memory<Erases, 4> {
     static constexpr int stages = 4;
     char keys[stages][2 * panel_bytes], values[stages][Halves][panel_bytes];

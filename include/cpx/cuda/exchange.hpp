@@ -360,7 +360,8 @@ private:
         end const& target = back ? p.source : p.target;
         kernels::message_plan const* const slot = slots() + number;
         auto const pitch = static_cast<index_t>(bytes(target.stride)), row = static_cast<index_t>(bytes(target.width));
-        kernels::message_push leaves{.plan = slot, .list = list(), .word = word(), .source = x, .target = y};
+        kernels::message_push leaves{};
+        leaves.plan = slot, leaves.list = list(), leaves.word = word(), leaves.source = x, leaves.target = y;
         leaves.target_pitch = pitch, leaves.target_bytes = static_cast<int>(row);
         leaves.target_vector = detail::vector_bytes({pitch, row});
         leaves.others = comm_.others(here), leaves.back = back;
