@@ -362,9 +362,8 @@ private:
         auto const pitch = static_cast<index_t>(bytes(target.stride)), row = static_cast<index_t>(bytes(target.width));
         kernels::message_push leaves{};
         leaves.plan = slot, leaves.list = list(), leaves.word = word(), leaves.source = x, leaves.target = y;
-        leaves.target_pitch = pitch, leaves.target_bytes = static_cast<int>(row);
-        leaves.target_vector = detail::vector_bytes({pitch, row});
-        leaves.others = comm_.others(here), leaves.back = back;
+        leaves.target_pitch = pitch, leaves.target_bytes = static_cast<int>(row), leaves.back = back;
+        leaves.target_vector = detail::vector_bytes({pitch, row}), leaves.others = comm_.others(here);
         window_->push(leaves, stream, here);
         kernels::rectangle_buffers const buffers{{back ? y : x, back ? x : y, window_->data(), window_->data()}};
         auto const move = [&](auto kernel, int block, launch_size size, kernels::list_part const& part,
