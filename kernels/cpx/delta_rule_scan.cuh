@@ -41,10 +41,10 @@ namespace delta {
 
 /// Halves: those of a state, of its value channels, that a block has. With both it folds a stretch, with one it goes
 /// along a sequence.
-template <bool Erases, std::size_t Halves>
+template <bool Erases, int Halves>
 struct fold_memory : erasing_memory<Erases, 4> {
     static constexpr int stages = 4;
-    char keys[stages][2 * panel_bytes], values[stages][Halves][panel_bytes];
+    char keys[stages][2 * panel_bytes], values[stages][std::size_t{Halves}][panel_bytes];
     delta_gates gates[stages];
     barrier full[stages], empty[stages], x_full[2], read[2], landed;
 };

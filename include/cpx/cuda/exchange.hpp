@@ -366,10 +366,10 @@ private:
         leaves.target_vector = detail::vector_bytes({pitch, row}), leaves.others = comm_.others(here);
         window_->push(leaves, stream, here);
         kernels::rectangle_buffers const buffers{{back ? y : x, back ? x : y, window_->data(), window_->data()}};
-        auto const move = [&](auto kernel, int block, launch_size size, kernels::list_part const& part,
+        auto const move = [&](auto kernel, unsigned block, launch_size size, kernels::list_part const& part,
                               kernels::list_part const* next, auto const&... more) {
             if (captured || size.slices > 0)
-                launch_early(kernel, captured ? 256 : grid(size), block, 0, stream, "unpacks", here,
+                launch_early(kernel, captured ? 256U : grid(size), block, 0, stream, "unpacks", here,
                              kernels::rectangle_list{list(), 0, 0, back, true, &part, next}, buffers, more...);
         };
         cpx::detail::message_tables const& t = p.tables;
