@@ -239,7 +239,7 @@ TEST_SUITE("cuda") {
                     if (!few && got.path == delta_rule_path::tensor_cores)
                         // dg is a running sum: of six draws of 64 x 64 without decay its roundings are 2.9e-3, 3.1e-3,
                         // 3.5e-3, 4.3e-3, 4.5e-3 and 6.7e-3, of which this is the least; those of dk are 5.0e-3 of all.
-                        check_roundings(1.15, key == 128 && value == 128 ? 1.15 : 2, got, emulated(p), exact);
+                        check_roundings(1.15, key == 128 && value == 128 ? 1.15 : 1.6, got, emulated(p), exact);
                 }
     }
 

@@ -110,6 +110,9 @@ struct gated_delta_mixer {
     halo_plan<S> before, after;
     gated_delta_widths<S> widths;
     std::vector<section> sections = config.sections();
+    /// The rule divides q and k by their lengths. On devices a convolution can, see `cuda::conv_parts`, if rows begin
+    /// at multiples of 16 bytes, so not whatever heads a rank has, and if weights' gradients are not wanted in the
+    /// order of the batch, which takes a channel at a time.
     delta_rule_options options{.chunk = config.chunk, .qk_l2norm = true};
 
     gated_delta_mixer(carry_plan<How, S> const& plan, gated_delta_net_config const& of, caller here)

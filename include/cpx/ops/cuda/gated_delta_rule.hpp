@@ -21,7 +21,8 @@ namespace detail {
 template <class T>
 using device_gated_delta = device_rule<T, cuda::erases::yes, gated_delta>;
 
-/// q and k of a call on a device, divided by their lengths if that is asked for.
+/// q and k of a call on a device, divided by their lengths if that is asked for: a copy, which reads and writes them
+/// once; a backward makes it again, then reads what was given and the gradients and writes these.
 template <class T, any_sharding S>
 class device_keys {
     using tensor = sharded<T const, S, cuda::memory>;
