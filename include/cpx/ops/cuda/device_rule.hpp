@@ -76,7 +76,8 @@ public:
                cuda::detail::row_vector(in.q, in.k, in.v, o.data()) == 16;
     }
     /// Outputs beside states take less time than after them. So states come first only where more wait for them than
-    /// one exchange brings them to; or, by scan, where few heads are folded by stretches: of many, others fold meanwhile.
+    /// one exchange brings them to; or, by scan, where few heads are folded by stretches: of many, others fold
+    /// meanwhile.
     template <class X>
     bool states_first(X const& x, index_t segments, index_t exchanges, bool by_scan) const {
         if (!by_scan) return exchanges > 1;
