@@ -534,26 +534,14 @@ TEST_SUITE("cuda") {
             auto const p = make<T>({500}, 1, 2, key, value, kind::mild, 13);
             auto const whole = on_gpu<T>(p, true);
             CHECK(whole.path == core_path());
-            auto const between = [&](index_t first, index_t last) {
-                problem own = p;
-                own.offsets = {0, last - first};
-                own.first = {first};
-                own.q = slice(p.q, p.keys(), first, last);
-                own.k = slice(p.k, p.keys(), first, last);
-                own.v = slice(p.v, p.values(), first, last);
-                own.dout = slice(p.dout, p.values(), first, last);
-                own.g = slice(p.g, 2, first, last);
-                own.beta = slice(p.beta, 2, first, last);
-                return own;
-            };
-            auto const before = on_gpu<T>(between(0, 192), false);
-            auto rest = between(192, 500);
+            auto const before = on_gpu<T>(segment_of(p, 0, 192), false);
+            auto rest = segment_of(p, 192, 500);
             rest.state = before.last;
             auto const after = on_gpu<T>(rest, true);
             CHECK(on_ranks::same_bits(before.o, slice(whole.o, p.values(), 0, 192)));
             CHECK(on_ranks::same_bits(after.o, slice(whole.o, p.values(), 192, 500)));
             CHECK(on_ranks::same_bits(after.last, whole.last));
-            auto start = between(0, 192);
+            auto start = segment_of(p, 0, 192);
             start.dlast = after.dstate;
             auto const back = on_gpu<T>(start, true);
             CHECK(on_ranks::same_bits(back.dstate, whole.dstate));
@@ -565,8 +553,8 @@ TEST_SUITE("cuda") {
                 CHECK(on_ranks::same_bits(own->dbeta, slice(whole.dbeta, 2, first, last)));
             }
 
-            auto odd = between(100, 500); // begins and ends with a part of a chunk
-            odd.state = on_gpu<T>(between(0, 100), false).last;
+            auto odd = segment_of(p, 100, 500); // begins and ends with a part of a chunk
+            odd.state = on_gpu<T>(segment_of(p, 0, 100), false).last;
             check_close("o", on_gpu<T>(odd, false).o, slice(on_host(p, false).o, p.values(), 100, 500), 4.5e-3);
         }
     }

@@ -216,20 +216,11 @@ TEST_SUITE("cuda") {
             auto const p = unnormalised<T>({500}, 1, 2, key, value, kind::slow, 13);
             auto const whole = on_gpu<T>(p, true);
             CHECK(whole.path == core_path());
-            auto const between = [&](index_t first, index_t last) {
-                problem own = p;
-                own.offsets = {0, last - first};
-                own.first = {first};
-                for (auto* const x : {&own.q, &own.k}) *x = slice(*x, p.keys(), first, last);
-                for (auto* const x : {&own.v, &own.dout}) *x = slice(*x, p.values(), first, last);
-                own.g = slice(p.g, 2, first, last);
-                return own;
-            };
-            auto const before = on_gpu<T>(between(0, 192), false);
-            auto rest = between(192, 500);
+            auto const before = on_gpu<T>(segment_of(p, 0, 192), false);
+            auto rest = segment_of(p, 192, 500);
             rest.state = before.last;
             auto const after = on_gpu<T>(rest, true);
-            auto start = between(0, 192);
+            auto start = segment_of(p, 0, 192);
             start.dlast = after.dstate;
             auto const back = on_gpu<T>(start, true);
             CHECK(on_ranks::same_bits(after.last, whole.last));

@@ -225,5 +225,15 @@ inline bool same_gradients(results const& a, results const& b) {
 inline numbers slice(numbers const& whole, index_t width, index_t first, index_t last) {
     return on_ranks::slice(whole, width, first, last);
 }
+/// Rows of a problem of one sequence, as a segment of that.
+inline problem segment_of(problem p, index_t first, index_t last) {
+    p.offsets = {0, last - first};
+    p.first = {first};
+    for (auto* const x : {&p.q, &p.k}) *x = slice(*x, p.keys(), first, last);
+    for (auto* const x : {&p.v, &p.dout}) *x = slice(*x, p.values(), first, last);
+    for (auto* const x : {&p.g, &p.beta})
+        if (!x->empty()) *x = slice(*x, p.shape.value_heads, first, last);
+    return p;
+}
 
 } // namespace packed_heads
