@@ -16,10 +16,17 @@ inline constexpr int cache_heads = 8, cache_keys = 16; ///< query heads of a blo
 /// Returns how many tiles of D columns a warp has room for: those under way keep the memory busy, some 100 KB a
 /// multiprocessor with the blocks that fit.
 __host__ __device__ constexpr int cache_slots(int D) { return D > 128 ? 3 : 4; }
-/// Returns the bytes of shared memory of a block.
-__host__ __device__ constexpr int cache_memory(int D) {
+/// Returns the bytes of the tiles of a block.
+__host__ __device__ constexpr int cache_tile_bytes(int D) {
     return cache_warps * cache_slots(D) * core_bytes(cache_keys, D);
 }
+
+/// Of every warp's heads, behind the tiles as `core_notes` are.
+struct cache_notes {
+    array<float, cache_warps, cache_heads> highest, total;
+};
+/// Returns the bytes of shared memory of a block.
+constexpr int cache_memory(int D) { return cache_tile_bytes(D) + int{sizeof(cache_notes)}; }
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
 
@@ -29,7 +36,7 @@ class cache_tiles {
 public:
     static constexpr int slots = cache_slots(D), bytes = core_bytes(cache_keys, D);
 
-    /// memory: shared, `cache_memory(D)` bytes. Begins with the keys from `first` on.
+    /// memory: shared, `cache_tile_bytes(D)`. Begins with the keys from `first` on.
     __device__ cache_tiles(cached_tensors<T> const& t, block_stretch<cache_heads> const& at, char* memory,
                            std::int64_t first)
         : own_(shared_address(memory) + static_cast<std::uint32_t>(core_warp() * slots * bytes)), left_(at.end - first),
@@ -202,7 +209,7 @@ __global__ void __launch_bounds__(attention::cache_threads)
     using namespace attention;
     constexpr int apart = D + 4; // of the sums of heads: what lanes write at once lies in all banks
     extern __shared__ __align__(1024) char tile_memory[];
-    __shared__ array<float, cache_warps, cache_heads> highest, total;
+    auto& [highest, total] = *reinterpret_cast<cache_notes*>(tile_memory + cache_tile_bytes(D));
     wait_for_previous_kernel();
     block_stretch<cache_heads> const at(t);
     if (at.from >= at.to) return;

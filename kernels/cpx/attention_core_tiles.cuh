@@ -19,6 +19,18 @@ inline constexpr int core_rows = 16 * core_warps; ///< queries of a block
 /// Returns the bytes of shared memory of as many rows of D elements.
 __host__ __device__ constexpr int core_bytes(int rows, int D) { return 2 * rows * D; }
 
+/// What a block has in shared memory behind its tiles, in the same array. Beside it, as variables of their own, these
+/// would move it: code that is not optimised (-G, -Ofc max) begins an array where variables end, whatever multiple it
+/// asks for.
+template <class Own, class Seen, int Slots>
+struct core_notes {
+    Own own;
+    array<Seen, Slots> seen; ///< of steps, those ahead, too
+    unsigned long long marks;
+};
+
+inline constexpr float log2_e = 1.4426950408889634f, ln_2 = 0.6931471805599453f;
+
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
 
 /// Returns where 16 bytes of a tile are. It begins at a multiple of its rows' 2D bytes, so that another column, if both
@@ -37,7 +49,6 @@ __device__ __forceinline__ float power_of_two(float x) {
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
     return result;
 }
-inline constexpr float log2_e = 1.4426950408889634f, ln_2 = 0.6931471805599453f;
 
 /// Begins to copy `dim` columns from `column` on of the tile's rows, and zeros around them.
 template <class T, int D, int Rows>

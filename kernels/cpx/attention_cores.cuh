@@ -10,10 +10,13 @@ namespace attention {
 
 inline constexpr int forward_keys = 64; ///< of a step
 
-/// Returns the bytes of shared memory of a block of `attend_on_cores`: queries, keys and values.
-__host__ __device__ constexpr int forward_core_memory(int D) {
+using forward_notes = core_notes<tile_rows<core_rows>, tile_rows<forward_keys>, 2>;
+
+/// Returns the bytes of shared memory of a block of `attend_on_cores`: queries, keys and values, and the notes.
+__host__ __device__ constexpr int forward_core_tiles(int D) {
     return core_bytes(core_rows, D) + 2 * core_bytes(forward_keys, D);
 }
+constexpr int forward_core_memory(int D) { return forward_core_tiles(D) + int{sizeof(forward_notes)}; }
 
 /// Which tokens the rows of a warp, 16 from `row` on, and of this lane stand at; -1: none.
 struct core_tokens {
@@ -91,9 +94,7 @@ __global__ void __launch_bounds__(attention::core_threads)
     using namespace attention;
     constexpr int keys = forward_keys, groups = keys / 8;
     extern __shared__ __align__(1024) char core_memory[];
-    __shared__ unsigned long long marks;
-    __shared__ tile_rows<core_rows> own;
-    __shared__ tile_rows<keys> seen[2];
+    auto& [own, seen, marks] = *reinterpret_cast<forward_notes*>(core_memory + forward_core_tiles(D));
     std::uint32_t const q = shared_address(core_memory), k = q + core_bytes(core_rows, D), v = k + core_bytes(keys, D);
     char* const values = core_memory + core_bytes(core_rows, D) + core_bytes(keys, D);
     int const head = static_cast<int>(blockIdx.y), row = 16 * core_warp(), lane = core_lane();

@@ -16,28 +16,9 @@ inline constexpr int backward_step = 32; ///< keys, or queries, of a step; two a
 __host__ __device__ constexpr int warp_columns(int D) { return D < 128 ? D : 128; }
 __host__ __device__ constexpr int core_keys(int D) { return core_rows * warp_columns(D) / D; }
 
-/// Returns the bytes of shared memory of a block that has so many rows: two tiles of them, and of each of two steps.
-__host__ __device__ constexpr int backward_core_memory(int rows, int D) {
+/// Returns the bytes of the tiles of a block that has so many rows: two of them, and of each of two steps.
+__host__ __device__ constexpr int backward_core_tiles(int rows, int D) {
     return 2 * core_bytes(rows, D) + 4 * core_bytes(backward_step, D);
-}
-
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
-
-/// Makes of 8 N columns of scores their weights, and of the gradients of these, `pulls`, those of the scores but for
-/// their scale; 0 where element e of this lane does not see column i. `lse(e, i)`: in powers of two.
-template <std::size_t N, class Sees, class Lse, class Delta>
-__device__ __forceinline__ void pull_core_scores(float scale, float (&scores)[N][4], float (&pulls)[N][4], Sees&& sees,
-                                                 Lse&& lse, Delta&& delta) {
-#pragma unroll
-    for (int g = 0; g < N; ++g)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-            int const i = 8 * g + core_lane() % 4 * 2 + e % 2;
-            bool const seen = sees(e, i);
-            float const weight = power_of_two(scores[g][e] * scale - lse(e, i));
-            scores[g][e] = seen ? weight : 0.0f;
-            pulls[g][e] = seen ? weight * (pulls[g][e] - delta(e, i)) : 0.0f;
-        }
 }
 
 /// Queries of a step, and their numbers of one head, in shared memory.
@@ -59,6 +40,36 @@ struct core_queries {
         if (!here) at.token[i] = -1;
     }
 };
+
+/// Three steps: the one that is computed, the next and the one after it.
+using backward_queries_notes = core_notes<tile_rows<core_rows>, tile_rows<backward_step>, 3>;
+template <int D>
+using backward_keys_notes = core_notes<tile_rows<core_keys(D)>, core_queries<backward_step>, 3>;
+
+/// Returns the bytes of shared memory of a block of either kernel.
+template <int D>
+constexpr int backward_queries_memory = backward_core_tiles(core_rows, D) + int{sizeof(backward_queries_notes)};
+template <int D>
+constexpr int backward_keys_memory = backward_core_tiles(core_keys(D), D) + int{sizeof(backward_keys_notes<D>)};
+
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+
+/// Makes of 8 N columns of scores their weights, and of the gradients of these, `pulls`, those of the scores but for
+/// their scale; 0 where element e of this lane does not see column i. `lse(e, i)`: in powers of two.
+template <std::size_t N, class Sees, class Lse, class Delta>
+__device__ __forceinline__ void pull_core_scores(float scale, float (&scores)[N][4], float (&pulls)[N][4], Sees&& sees,
+                                                 Lse&& lse, Delta&& delta) {
+#pragma unroll
+    for (int g = 0; g < N; ++g)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            int const i = 8 * g + core_lane() % 4 * 2 + e % 2;
+            bool const seen = sees(e, i);
+            float const weight = power_of_two(scores[g][e] * scale - lse(e, i));
+            scores[g][e] = seen ? weight : 0.0f;
+            pulls[g][e] = seen ? weight * (pulls[g][e] - delta(e, i)) : 0.0f;
+        }
+}
 
 /// Where a warp's sums of heads that share a key head go: they are added up in `sums` until the last one `ends`.
 template <class Out>
@@ -91,9 +102,8 @@ __global__ void __launch_bounds__(attention::core_threads)
     using namespace attention;
     constexpr int keys = backward_step, groups = keys / 8, step = core_bytes(keys, D);
     extern __shared__ __align__(1024) char core_memory[];
-    __shared__ unsigned long long marks;
-    __shared__ tile_rows<core_rows> own;
-    __shared__ tile_rows<keys> seen[3]; // of this step, the next and the one after it
+    auto& [own, seen, marks] =
+        *reinterpret_cast<backward_queries_notes*>(core_memory + backward_core_tiles(core_rows, D));
     std::uint32_t const q = shared_address(core_memory), dout = q + core_bytes(core_rows, D),
                         steps = dout + core_bytes(core_rows, D);
     int const head = static_cast<int>(blockIdx.y), row = 16 * core_warp(), lane = core_lane();
@@ -172,9 +182,7 @@ __global__ void __launch_bounds__(attention::core_threads)
     constexpr int queries = backward_step, groups = queries / 8, step = core_bytes(queries, D), held = core_keys(D),
                   columns = warp_columns(D);
     extern __shared__ __align__(1024) char core_memory[];
-    __shared__ unsigned long long marks;
-    __shared__ tile_rows<held> own;
-    __shared__ core_queries<queries> seen[3]; // of this step, the next and the one after it
+    auto& [own, seen, marks] = *reinterpret_cast<backward_keys_notes<D>*>(core_memory + backward_core_tiles(held, D));
     std::uint32_t const k = shared_address(core_memory), v = k + core_bytes(held, D), steps = v + core_bytes(held, D);
     int const row = core_warp() % (held / 16) * 16, first = core_warp() / (held / 16) * columns;
     int const first_head = static_cast<int>(blockIdx.y) * each;

@@ -154,6 +154,27 @@ TEST_SUITE("hygiene") {
             }
     }
 
+    TEST_CASE("a kernel whose array in shared memory begins at a multiple of 1024 bytes has no variable beside it") {
+        int arrays = 0; // ptxas begins them where variables end, unless it optimises (-G, -Ofc max)
+        std::regex const aligned("extern __shared__ __align__\\(1024\\)|shared_memory<"),
+            variable("(^|[^n]) __shared__ ");
+        for (fs::path const& header : sources("kernels")) {
+            CAPTURE(header.string());
+            std::string kernel; // and what follows it, up to the next
+            auto const check = [&] {
+                if (!std::regex_search(kernel, aligned)) return;
+                ++arrays;
+                CHECK(!std::regex_search(kernel, variable));
+            };
+            for (std::string const& line : lines(header)) {
+                if (line.find("__global__") != std::string::npos) check(), kernel.clear();
+                kernel += line + '\n';
+            }
+            check();
+        }
+        CHECK(arrays > 4);
+    }
+
     TEST_CASE("no line has more than 120 columns") {
         for (char const* folder : {"include", "kernels", "examples", "tests", "bench", "harness", "python/src",
                                    "python/cpx", "python/tests", "python/examples"})

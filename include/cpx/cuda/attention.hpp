@@ -52,7 +52,7 @@ attention_path attention_path_of(index_t dim, caller here = caller::here()) {
         bool fits = false;
         detail::with_core_columns(dim, [&](auto D) {
             namespace attention = kernels::attention;
-            constexpr int wanted = attention::backward_core_memory(attention::core_rows, D); // the most of the three
+            constexpr int wanted = std::max(attention::backward_queries_memory<D>, attention::backward_keys_memory<D>);
             fits = detail::has_core_memory(kernels::attend_backward_queries_on_cores<T, D>, wanted, here);
         });
         return fits ? attention_path::tensor_cores : attention_path::plain;
@@ -235,8 +235,7 @@ attention_path attend_backward_queries(attention_rows<T, Q, K> const& of,
         path, of.dim,
         [&](auto columns) { launch(kernels::attend_backward_queries<T, columns>, attention::tile_bytes(4, of.dim)); },
         [&](auto D) {
-            launch(kernels::attend_backward_queries_on_cores<T, D>,
-                   attention::backward_core_memory(attention::core_rows, D));
+            launch(kernels::attend_backward_queries_on_cores<T, D>, attention::backward_queries_memory<D>);
         });
     return path;
 }
@@ -267,9 +266,8 @@ attention_path attend_backward_keys(attention_rows<T, Q, K> const& of,
         },
         [&](auto D) {
             auto sums = of.in.template room<float>(each == 1 ? 0 : 2 * dk.count() * dk.width());
-            int const tile = attention::core_keys(D);
-            run(tile, kernels::attend_backward_keys_on_cores<T, Out, D>, attention::backward_core_memory(tile, D),
-                sums.data());
+            run(attention::core_keys(D), kernels::attend_backward_keys_on_cores<T, Out, D>,
+                attention::backward_keys_memory<D>, sums.data());
         });
     return path;
 }

@@ -159,7 +159,7 @@ void run(char const* where, device_group& g, relayout_value const& plan, cpx::ro
                 return made;
             },
             prepare);
-        if (!by.by_window) return (*by.sent)(from, to, comm.stream(), 0, way);
+        if (!by.by_window) return (*by.sent)(from, to, comm.stream(), {0, way});
         cpx::detail::check_buffers("cuda::exchange", from, {p.source_rows, p.source_width ? p.source_width : row}, to,
                                    {p.target_rows, p.target_width ? p.target_width : row}, cpx::caller::here());
         if (to.width() > 0) (*by.stored)(bits_in(from), bits_in(to), way, comm.stream());
@@ -180,7 +180,7 @@ void run(char const* where, device_group& g, relayout_value const& plan, cpx::ro
             cpx::plan const next = listed();
             made.set({&next, 1}, comm.stream());
         });
-    by(from, to, comm.stream(), 0, mirrored);
+    by(from, to, comm.stream(), {0, mirrored});
 }
 
 /// Writes the rows that a shift brings, see `cpx::detail::shifted_rows`.
