@@ -112,12 +112,18 @@ auto with_token_sharding(cpx::thd const& batch, sharding_spec const& spec, cut_s
     return f(token_sharding<cpx::scope::sequence>(batch, layout, where));
 }
 
-/// As `with_token_sharding`, but zigzag over sequences has its own type: 3 types. The cut is a value.
+/// As `with_token_sharding`, but layouts by name have their own types over sequences: 5 types. The cut is a value.
 template <class F>
 auto with_layout(cpx::thd const& batch, sharding_spec const& spec, cut_spec cut, int ranks, F&& f) {
-    using own = cpx::sharding<cpx::zigzag<>, cpx::scope::sequence, cpx::aligned<cpx::dynamic>>;
-    if (spec.name == "zigzag" && spec.scope == cpx::scope::sequence)
-        return f(own(batch, cpx::zigzag<>(ranks), cpx::aligned<cpx::dynamic>(std::max(cut.unit, 1))));
+    cpx::aligned<cpx::dynamic> const where(std::max(cut.unit, 1));
+    auto const on = [&]<class Layout>(Layout const& layout) {
+        return f(cpx::sharding<Layout, cpx::scope::sequence, cpx::aligned<cpx::dynamic>>(batch, layout, where));
+    };
+    if (spec.scope == cpx::scope::sequence) {
+        if (spec.name == "sequential") return on(cpx::sequential<>(ranks));
+        if (spec.name == "zigzag") return on(cpx::zigzag<>(ranks));
+        if (spec.name == "striped") return on(cpx::striped<>(ranks));
+    }
     return with_token_sharding(batch, spec, cut, ranks, f);
 }
 

@@ -67,7 +67,7 @@ template <class T>
 outcome run(checkpoint<T> const& model, input const& in, strategy const& how, group const& on, cpx::index_t chunk,
             bool backward) {
     auto const make = [&](cpx::transport_ref& comm) { return host_rank<T>(model, comm, chunk, on.experts_over); };
-    return run_ranks<host_rank<T>>(model.config, in, how, on, chunk, backward, true, by_layout, make);
+    return run_ranks<host_rank<T>>(model.config, in, how, on, chunk, backward, true, make);
 }
 
 } // namespace qwen

@@ -27,20 +27,14 @@ struct strategy {
 };
 
 /// Calls `f(carry, linear, mix)`: the shardings on which linear attention and its recurrence run, the same unless that
-/// runs by heads, of these `sections`. Hidden states enter on `entry`. `by_tokens` makes a sharding of a description:
-/// `examples::with_layout`, or `with_token_sharding`.
-template <class Entry, class Make, class F>
-auto with_linear(strategy const& how, Entry const& entry, std::vector<cpx::section> const& sections,
-                 Make const& by_tokens, F const& f) {
+/// runs by heads, of these `sections`. Hidden states enter on `entry`.
+template <class Entry, class F>
+auto with_linear(strategy const& how, Entry const& entry, std::vector<cpx::section> const& sections, F const& f) {
     if (how.by_heads()) return f(cpx::serial(), entry, cpx::head_sharded<>(entry.ranks(), entry.batch(), sections));
-    return by_tokens(entry.batch(), how.linear, how.cut, entry.ranks(), [&](auto const& linear) {
+    return examples::with_layout(entry.batch(), how.linear, how.cut, entry.ranks(), [&](auto const& linear) {
         return how.serial ? f(cpx::serial(), linear, linear) : f(cpx::scan(), linear, linear);
     });
 }
-
-/// 3 types, one of them that of hidden states where they enter; and 2 for what compiles long.
-inline constexpr auto by_layout = [](auto const&... of) { return examples::with_layout(of...); };
-inline constexpr auto by_table = [](auto const&... of) { return examples::with_token_sharding(of...); };
 
 /// Where hidden states enter: the type of linear attention on zigzag, too.
 using entry_sharding = cpx::sharding<cpx::zigzag<>, cpx::scope::sequence, cpx::aligned<cpx::dynamic>>;

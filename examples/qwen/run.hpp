@@ -16,12 +16,12 @@ struct linear_choice {
     bool exact = true;
 };
 
-/// The only place that knows all types of shardings. `by_tokens`: see `with_linear`.
-template <class R, class Make>
-linear_choice<R> choose_linear(strategy const& how, entry_sharding const& entry, cpx::gated_delta_net_config const& net,
-                               Make const& by_tokens) {
+/// The only place that knows all types of shardings.
+template <class R>
+linear_choice<R> choose_linear(strategy const& how, entry_sharding const& entry,
+                               cpx::gated_delta_net_config const& net) {
     if (how.without()) return {};
-    return with_linear(how, entry, net.sections(), by_tokens,
+    return with_linear(how, entry, net.sections(),
                        [&]<class How, class Linear, class Mix>(How carry, Linear const& linear, Mix const& mix) {
                            auto const make = [=](tape<R>& at) -> linear_layers<R> {
                                return layers_on(at, entry, linear,
@@ -39,11 +39,11 @@ struct account {
 };
 
 /// `make_rank(comm)` returns a rank R; `fixed`: whether its products have the same bits of any number of rows.
-template <class R, class Make, class F>
+template <class R, class F>
 outcome run_ranks(cpx::hf_config const& config, input const& in, strategy const& how, group const& on, index_t chunk,
-                  bool backward, bool fixed, Make const& by_tokens, F const& make_rank) {
+                  bool backward, bool fixed, F const& make_rank) {
     auto const entry = enter(in.batch, on.ranks);
-    auto const linear = choose_linear<R>(how, entry, delta_net_config(config, chunk), by_tokens);
+    auto const linear = choose_linear<R>(how, entry, delta_net_config(config, chunk));
     using T = cpx::wide<typename R::element>;
     outcome result;
     result.exact = linear.exact && fixed;

@@ -226,12 +226,11 @@ outcome run_on(checkpoint<float> const& model, input const& in, strategy const& 
     }
     std::barrier everyone(on.launched ? 1 : on.ranks);
     using rank = gpu_rank<T>;
-    return run_ranks<rank>(
-        model.config, in, how, on, rank::chunk, backward, fixed, by_table, [&](cpx::transport_ref& ranks) {
-            auto& comm = on.launched ? *of_process : *of_threads[static_cast<std::size_t>(ranks.rank())];
-            cpx::cuda::use_device(comm.device());
-            return rank(model, comm, on.experts_over, everyone, fixed);
-        });
+    return run_ranks<rank>(model.config, in, how, on, rank::chunk, backward, fixed, [&](cpx::transport_ref& ranks) {
+        auto& comm = on.launched ? *of_process : *of_threads[static_cast<std::size_t>(ranks.rank())];
+        cpx::cuda::use_device(comm.device());
+        return rank(model, comm, on.experts_over, everyone, fixed);
+    });
 }
 
 } // namespace qwen
