@@ -258,6 +258,7 @@ template <bool Erases>
 __device__ __forceinline__ void main_block<Erases>::pass(int group) const {
     ring<stages> r;
     if (Erases && first < last) give_turn(5 - group);
+#pragma unroll 1
     for (int i = 0; i < last - first; ++i, r.next()) {
         wait(memory.full[r.at], r.parity);
         wait(memory.values_full[r.at], r.parity);
