@@ -12,10 +12,11 @@ inline constexpr int forward_keys = 64; ///< of a step
 
 using forward_notes = core_notes<tile_rows<core_rows>, tile_rows<forward_keys>, 2>;
 
-/// Returns the bytes of shared memory of a block of `attend_on_cores`: queries, keys and values, and the notes.
+/// Returns the bytes of the tiles of a block of `attend_on_cores`: queries, keys and values.
 __host__ __device__ constexpr int forward_core_tiles(int D) {
     return core_bytes(core_rows, D) + 2 * core_bytes(forward_keys, D);
 }
+/// Returns the bytes of its shared memory.
 constexpr int forward_core_memory(int D) { return forward_core_tiles(D) + int{sizeof(forward_notes)}; }
 
 /// Which tokens the rows of a warp, 16 from `row` on, and of this lane stand at; -1: none.
