@@ -94,18 +94,20 @@ inline std::string describe(sharding_spec const& spec) {
 template <cpx::scope Scope>
 using token_sharding = cpx::sharding<cpx::table, Scope, cpx::aligned<cpx::dynamic>>;
 
-/// Calls `f(layout)` with the layout that `spec` names, of its own type: 4 types. Returns its result. Throws `cpx::error`
-/// on head_sharded and replicated, which have no chunks.
+/// Calls `f(layout)` with a layout that has a name, of its own type: 3 types. Returns its result. Throws `cpx::error` on
+/// any other.
 template <class F>
-auto with_layout_of(sharding_spec const& spec, int ranks, F&& f) {
+auto with_named_layout(sharding_spec const& spec, int ranks, F&& f) {
     if (spec.name == "sequential") return f(cpx::sequential<>(ranks));
     if (spec.name == "zigzag") return f(cpx::zigzag<>(ranks));
-    if (spec.name == "striped") return f(cpx::striped<>(ranks));
-    cpx::require(spec.name == "table", spec.option, "layout", "sequential, zigzag, striped or table", spec.name);
-    return f(blame(spec.option, [&] { return cpx::table(ranks, spec.owners); }));
+    cpx::require(spec.name == "striped", spec.option, "layout", "sequential, zigzag or striped", spec.name);
+    return f(cpx::striped<>(ranks));
 }
+/// Returns the layout that `spec` says. Throws `cpx::error` on head_sharded and replicated, which have no chunks.
 inline cpx::table make_layout(sharding_spec const& spec, int ranks) {
-    return with_layout_of(spec, ranks, [](auto const& layout) { return cpx::table(layout); });
+    cpx::require(!spec.every_row(), spec.option, "layout", "sequential, zigzag, striped or table", spec.name);
+    if (spec.name == "table") return blame(spec.option, [&] { return cpx::table(ranks, spec.owners); });
+    return with_named_layout(spec, ranks, [](auto const& layout) { return cpx::table(layout); });
 }
 
 /// Calls `f(sharding)` with the sharding by tokens that `spec` and `cut` describe: 2 types. Returns its result.
@@ -117,12 +119,14 @@ auto with_token_sharding(cpx::thd const& batch, sharding_spec const& spec, cut_s
     return f(token_sharding<cpx::scope::sequence>(batch, layout, where));
 }
 
-/// As `with_token_sharding`, but over sequences every layout has its own type: 5 types. The cut is a value.
+/// As `with_token_sharding` of a layout that has a name, whose own type it has over sequences: 4 types. The cut is a
+/// value.
 template <class F>
 auto with_layout(cpx::thd const& batch, sharding_spec const& spec, cut_spec cut, int ranks, F&& f) {
-    if (spec.scope == cpx::scope::batch) return with_token_sharding(batch, spec, cut, ranks, f);
     cpx::aligned<cpx::dynamic> const where(std::max(cut.unit, 1));
-    return with_layout_of(spec, ranks, [&](auto const& layout) { return f(cpx::shard(batch, layout, where)); });
+    if (spec.scope == cpx::scope::batch)
+        return f(token_sharding<cpx::scope::batch>(batch, make_layout(spec, ranks), where));
+    return with_named_layout(spec, ranks, [&](auto const& layout) { return f(cpx::shard(batch, layout, where)); });
 }
 
 /// As `with_token_sharding`, for head_sharded and replicated, too: 4 types.
