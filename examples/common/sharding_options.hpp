@@ -94,8 +94,8 @@ inline std::string describe(sharding_spec const& spec) {
 template <cpx::scope Scope>
 using token_sharding = cpx::sharding<cpx::table, Scope, cpx::aligned<cpx::dynamic>>;
 
-/// Calls `f(layout)` with a layout that has a name, of its own type: 3 types. Returns its result. Throws `cpx::error` on
-/// any other.
+/// Calls `f(layout)` with a layout that has a name, of its own type: 3 types. Returns its result. Throws `cpx::error`
+/// on any other.
 template <class F>
 auto with_named_layout(sharding_spec const& spec, int ranks, F&& f) {
     if (spec.name == "sequential") return f(cpx::sequential<>(ranks));
