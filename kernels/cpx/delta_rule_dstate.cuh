@@ -29,7 +29,7 @@ __device__ __forceinline__ void erase_tokens(float const (&dy)[32], F&& decays, 
 #pragma unroll
     for (int j = 0; j < 16; ++j) {
         float2 const e = decays(j / 2);
-        to[j] = two_bf16(-e.x * dy[2 * j], -e.y * dy[2 * j + 1]);
+        to[j] = two_bf16(__fmul_rn(-e.x, dy[2 * j]), __fmul_rn(-e.y, dy[2 * j + 1])); // else products are negated
     }
 }
 
@@ -108,7 +108,7 @@ __device__ __forceinline__ void carried_gradient<Halves, Folds>::pass_chunk(int 
     keep(dy);
     keep(s);
     cute::warpgroup_arrive();
-    multiply_along<8>(dy, after, memory.x[side], false);
+    multiply_along<8, both ? 0 : 2>(dy, after, memory.x[side], false);
     multiply_down(dy, dout, memory.p[p_at], true);
     cute::warpgroup_commit_batch();
     if constexpr (!both) read();
@@ -116,7 +116,7 @@ __device__ __forceinline__ void carried_gradient<Halves, Folds>::pass_chunk(int 
     keep(dy);
     erase_tokens(dy, decays, erasing);
     cute::warpgroup_arrive();
-    multiply_down(s, erasing, memory.keys[at], true);
+    multiply_down<both ? 1 : 0>(s, erasing, memory.keys[at], true);
     cute::warpgroup_commit_batch();
     if constexpr (both) give_turn(5 - group);
     arrive_warp(memory.p_empty[p_at]);

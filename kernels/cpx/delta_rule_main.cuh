@@ -210,7 +210,7 @@ main_block<Erases>::erase_and_read(half_state& s, std::uint32_t const (&f)[32], 
     keep(s);
     keep(o);
     cute::warpgroup_arrive();
-    multiply_down(s, y, memory.x[i & 1], true);
+    multiply_down<1>(s, y, memory.x[i & 1], true);
     cute::warpgroup_commit_batch();
     give_turn(5 - group);
     cute::warpgroup_arrive();

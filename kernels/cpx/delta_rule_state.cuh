@@ -151,7 +151,7 @@ __device__ __forceinline__ void erase_and_write(Memory& memory, int at, ring<2> 
     std::uint32_t y[16];
     keep(ks);
     cute::warpgroup_arrive();
-    multiply_along<8>(ks, f, memory.keys[at], false);
+    multiply_along<8, 2>(ks, f, memory.keys[at], false);
     cute::warpgroup_commit_batch();
     arrive_warp(memory.read[x.at]);
     token_decays e;
@@ -163,7 +163,7 @@ __device__ __forceinline__ void erase_and_write(Memory& memory, int at, ring<2> 
     subtract(v, ks, e, y);
     keep(s);
     cute::warpgroup_arrive();
-    multiply_down(s, y, memory.x[x.at], true);
+    multiply_down<1>(s, y, memory.x[x.at], true);
     cute::warpgroup_commit_batch();
     arrive_warp(memory.empty[at]);
 }

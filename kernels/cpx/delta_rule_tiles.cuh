@@ -167,25 +167,30 @@ template <Major B, std::size_t N>
 using registers_by = std::conditional_t<N == 32, gmma::MMA_64x64x16_F32BF16BF16_RS<Major::K, B>,
                                         gmma::MMA_64x128x16_F32BF16BF16_RS<Major::K, B>>;
 
-/// sum (+)= a b^T over 16 Steps, a in registers, b's rows along the sum. Issued, not awaited.
-template <int Steps, std::size_t N>
+/// sum (+)= a b^T over 16 Steps, a in registers, b's rows along the sum. Issued, not awaited. `Apart`: so many steps are
+/// under way while what the others read of a is computed; without it the compiler has all of a first.
+template <int Steps, int Apart = 0, std::size_t N>
 __device__ __forceinline__ void multiply_along(float (&sum)[N], std::uint32_t const* a, void const* b, bool add) {
     std::uint64_t const first = along_rows(b);
 #pragma unroll
-    for (int k = 0; k < Steps; ++k)
+    for (int k = 0; k < Steps; ++k) {
+        if (Apart > 0 && k == Apart) cute::warpgroup_arrive();
         fma_registers<registers_by<Major::K, N>>(sum, a + 4 * k, step_along(first, k),
                                                  add || k ? ScaleOut::One : ScaleOut::Zero,
                                                  std::make_index_sequence<N>());
+    }
 }
-/// sum (+)= a b over 64, a in registers, the sum going down the rows of b.
-template <std::size_t N>
+/// sum (+)= a b over 64, a in registers, the sum going down the rows of b. Apart: as above.
+template <int Apart = 0, std::size_t N>
 __device__ __forceinline__ void multiply_down(float (&sum)[N], std::uint32_t const* a, void const* b, bool add) {
     std::uint64_t const first = down_rows(b);
 #pragma unroll
-    for (int k = 0; k < 4; ++k)
+    for (int k = 0; k < 4; ++k) {
+        if (Apart > 0 && k == Apart) cute::warpgroup_arrive();
         fma_registers<registers_by<Major::MN, N>>(sum, a + 4 * k, step_down(first, k),
                                                   add || k ? ScaleOut::One : ScaleOut::Zero,
                                                   std::make_index_sequence<N>());
+    }
 }
 
 /// sum (+)= a b over 16 Steps, both panels: Major::K says that the sum goes along an operand's rows, Major::MN down
