@@ -33,101 +33,155 @@ struct norm_input {
     }
 };
 
-/// A warp for each row, whose heads its groups of lanes take in turn. Blocks of (32, 8) threads.
+/// Loads the gains of neighbours from the head's element j on.
+template <class T, int V>
+__device__ __forceinline__ void load_gain(norm_input<T> const& n, int j, bool whole, array<float, V>& to) {
+    load<T, V>(n.weight.data() + j, whole, to);
+#pragma unroll
+    for (int i = 0; i < V; ++i) to[i] += n.offset;
+}
+
+/// Returns 1 / sqrt(mean + eps), for a T of 16 bits to 2 units in the last place of a float.
 template <class T>
-__global__ void __launch_bounds__(256) normalise_rows(norm_input<T> n, rows<T> y, norm_lanes by) {
+__device__ __forceinline__ float norm_factor(float squares, int dim, float eps) {
+    float const mean = squares * (1 / static_cast<float>(dim));
+    return sizeof(T) == 4 ? 1 / sqrtf(mean + eps) : rsqrtf(mean + eps);
+}
+
+/// A warp for each row, whose heads its groups of lanes take in turn. Blocks of (32, 8) threads. Gated: z is there.
+template <class T, bool Gated>
+__global__ void __launch_bounds__(256, 4) normalise_rows(norm_input<T> n, rows<T> y, norm_lanes by) {
     constexpr int count = 16 / sizeof(T);
-    index_t const row = static_cast<index_t>(blockIdx.x) * 8 + threadIdx.y, dim = n.dim();
+    using values = array<float, count>;
+    index_t const row = static_cast<index_t>(blockIdx.x) * 8 + threadIdx.y;
     if (row >= n.x.count()) return;
-    int const lane = static_cast<int>(threadIdx.x), across = by.lanes * count;
-    for (index_t first = lane / by.lanes * dim; first - lane / by.lanes * dim < n.x.width();
-         first += 32 / by.lanes * dim) {
-        bool const there = first < n.x.width(); // else for the others' sums
-        index_t const column = (there ? first : 0) + lane % by.lanes * count;
-        array<float, count> x, z, gain;
-        float squares = 0;
-        for (int step = 0; step < by.steps; ++step) {
-            load<T, count>(n.x.row(row) + column + step * across, by.whole, x);
+    int const lane = static_cast<int>(threadIdx.x), dim = static_cast<int>(n.dim()),
+              width = static_cast<int>(n.x.width());
+    values x, z, gain;
+    auto const add_squares = [&](float squares) {
 #pragma unroll
-            for (int i = 0; i < count; ++i) squares += x[i] * x[i];
+        for (int i = 0; i < count; ++i) squares += x[i] * x[i];
+        return squares;
+    };
+    auto const write = [&](float factor, int column) {
+#pragma unroll
+        for (int i = 0; i < count; ++i) {
+            x[i] *= factor * gain[i];
+            if constexpr (Gated) x[i] *= activate<T, true>(z[i]);
         }
-        squares = norm::sum_over(squares, 1, by.lanes);
-        float const factor = 1 / sqrtf(squares / static_cast<float>(dim) + n.eps);
-        if (!there) continue;
-        for (int step = 0; step < by.steps; ++step) {
-            index_t const at = column + step * across;
-            load<T, count>(n.x.row(row) + at, by.whole, x);
-            load<T, count>(n.weight.data() + (at - first), by.whole, gain);
-            if (n.z.data()) load<T, count>(n.z.row(row) + at, by.whole, z);
-#pragma unroll
-            for (int i = 0; i < count; ++i) {
-                x[i] *= factor * (n.offset + gain[i]);
-                if (n.z.data()) x[i] *= z[i] / (1 + expf(-z[i]));
-            }
-            store<T, count>(x, by.whole, y.row(row) + at);
+        store<T, count>(x, by.whole, y.row(row) + column);
+    };
+    if (by.steps == 1) {
+        load_gain<T, count>(n, lane % by.lanes * count, by.whole, gain);
+        T const* const from[] = {n.x.row(row), Gated ? n.z.row(row) : n.x.row(row)};
+        for_each_head<T, 2>(from, width, dim, by, [&](int column, lane_packs<T, 2> const& packs) {
+            widen<T, count>(packs.of[0], x);
+            if constexpr (Gated) widen<T, count>(packs.of[1], z);
+            float const factor = norm_factor<T>(norm::sum_over(add_squares(0), 1, by.lanes), dim, n.eps);
+            if (column >= 0) write(factor, column);
+        });
+        return;
+    }
+    for (int first = 0; first < width; first += dim) {
+        float squares = 0;
+        for (int j = lane * count; j < dim; j += 32 * count) {
+            load<T, count>(n.x.row(row) + first + j, by.whole, x);
+            squares = add_squares(squares);
+        }
+        float const factor = norm_factor<T>(norm::sum_over(squares, 1, 32), dim, n.eps);
+        for (int j = lane * count; j < dim; j += 32 * count) {
+            load<T, count>(n.x.row(row) + first + j, by.whole, x);
+            load_gain<T, count>(n, j, by.whole, gain);
+            if constexpr (Gated) load<T, count>(n.z.row(row) + first + j, by.whole, z);
+            write(factor, first + j);
         }
     }
 }
 
 /// As above; a lane adds up its elements' terms over its heads, unless heads take several steps: then every head adds.
-template <class T>
-__global__ void __launch_bounds__(256) normalise_rows_backward(norm_input<T> n, rows<T const> dy, rows<T> dx,
-                                                               rows<T> dz, rows<float> terms, norm_lanes by) {
+template <class T, bool Gated>
+__global__ void __launch_bounds__(256, 3) normalise_rows_backward(norm_input<T> n, rows<T const> dy, rows<T> dx,
+                                                                  rows<T> dz, rows<float> terms, norm_lanes by) {
     constexpr int count = 16 / sizeof(T);
-    index_t const row = static_cast<index_t>(blockIdx.x) * 8 + threadIdx.y, dim = n.dim();
+    using values = array<float, count>;
+    index_t const row = static_cast<index_t>(blockIdx.x) * 8 + threadIdx.y;
     if (row >= n.x.count()) return;
-    int const lane = static_cast<int>(threadIdx.x), across = by.lanes * count;
-    array<float, count> of_weight = {};
-    for (index_t first = lane / by.lanes * dim; first - lane / by.lanes * dim < n.x.width();
-         first += 32 / by.lanes * dim) {
-        bool const there = first < n.x.width();
-        index_t const column = (there ? first : 0) + lane % by.lanes * count;
-        array<float, count> x, z, gain, d;
-        float squares = 0, inner = 0;
-        auto const load_all = [&](int step) {
-            index_t const at = column + step * across;
-            load<T, count>(n.x.row(row) + at, by.whole, x);
-            load<T, count>(n.weight.data() + lane % by.lanes * count + step * across, by.whole, gain);
-            load<T, count>(dy.row(row) + at, by.whole, d);
-            if (n.z.data()) load<T, count>(n.z.row(row) + at, by.whole, z);
-        };
-        for (int step = 0; step < by.steps; ++step) {
-            load_all(step);
+    int const lane = static_cast<int>(threadIdx.x), dim = static_cast<int>(n.dim()),
+              width = static_cast<int>(n.x.width());
+    values x, d, z, gain, of_weight = {};
+    float squares = 0, inner = 0;
+    auto const open = [&] { // d becomes the gradient of what the gate opens, z that of z but for its head's factor
 #pragma unroll
-            for (int i = 0; i < count; ++i) {
-                float const opened = n.z.data() ? z[i] / (1 + expf(-z[i])) : 1.0f;
-                squares += x[i] * x[i];
-                inner += d[i] * opened * (n.offset + gain[i]) * x[i];
-            }
+        for (int i = 0; i < count && Gated; ++i) {
+            float const s = sigmoid<T>(z[i]), given = d[i];
+            d[i] *= z[i] * s;
+            z[i] = given * x[i] * gain[i] * (s * (1 + z[i] * (1 - s)));
         }
+    };
+    auto const add_sums = [&] {
+#pragma unroll
+        for (int i = 0; i < count; ++i) {
+            squares += x[i] * x[i];
+            inner += d[i] * gain[i] * x[i];
+        }
+    };
+    auto const finish_sums = [&] {
         squares = norm::sum_over(squares, 1, by.lanes);
-        float const factor = 1 / sqrtf(squares / static_cast<float>(dim) + n.eps);
-        inner = norm::sum_over(inner, 1, by.lanes) * factor / static_cast<float>(dim);
-        if (!there) continue;
-        for (int step = 0; step < by.steps; ++step) {
-            if (by.steps > 1) load_all(step);
-            index_t const at = column + step * across;
-            array<float, count> of_x, of_z;
+        inner = norm::sum_over(inner, 1, by.lanes);
+        float const factor = norm_factor<T>(squares, dim, n.eps), along = inner * factor / static_cast<float>(dim);
+        squares = inner = 0;
+        return head_sums{factor, along};
+    };
+    auto const write = [&](head_sums sums, int column) {
 #pragma unroll
-            for (int i = 0; i < count; ++i) {
-                float const s = n.z.data() ? 1 / (1 + expf(-z[i])) : 1.0f, opened = n.z.data() ? z[i] * s : 1.0f;
-                float const g = n.offset + gain[i], normed = x[i] * factor, term = d[i] * opened * normed;
-                if (by.steps == 1)
-                    of_weight[i] += term;
-                else
-                    terms(row, lane * count + step * across + i) += term;
-                if (n.z.data()) of_z[i] = d[i] * normed * g * (s * (1 + z[i] * (1 - s)));
-                of_x[i] = factor * (d[i] * opened * g - inner * normed);
-            }
-            if (n.z.data()) store<T, count>(of_z, by.whole, dz.row(row) + at);
-            store<T, count>(of_x, by.whole, dx.row(row) + at);
+        for (int i = 0; i < count; ++i) {
+            float const normed = x[i] * sums.factor;
+            of_weight[i] += d[i] * normed;
+            x[i] = sums.factor * (d[i] * gain[i] - sums.along * normed);
+            if constexpr (Gated) z[i] *= sums.factor;
         }
-    }
-    if (by.steps > 1) return;
+        if constexpr (Gated) store<T, count>(z, by.whole, dz.row(row) + column);
+        store<T, count>(x, by.whole, dx.row(row) + column);
+    };
+    if (by.steps == 1) {
+        load_gain<T, count>(n, lane % by.lanes * count, by.whole, gain);
+        T const* const from[] = {n.x.row(row), dy.row(row), Gated ? n.z.row(row) : n.x.row(row)};
+        for_each_head<T, 3>(from, width, dim, by, [&](int column, lane_packs<T, 3> const& packs) {
+            widen<T, count>(packs.of[0], x);
+            widen<T, count>(packs.of[1], d);
+            if constexpr (Gated) widen<T, count>(packs.of[2], z);
+            open();
+            add_sums();
+            auto const sums = finish_sums();
+            if (column >= 0) write(sums, column);
+        });
 #pragma unroll
-    for (int i = 0; i < count; ++i) {
-        float const sum = norm::sum_over(of_weight[i], by.lanes, 32);
-        if (lane < by.lanes) terms(row, lane * count + i) += sum;
+        for (int i = 0; i < count; ++i) {
+            float const sum = norm::sum_over(of_weight[i], by.lanes, 32);
+            if (lane < by.lanes) terms(row, lane * count + i) += sum;
+        }
+        return;
+    }
+    auto const load_all = [&](int first, int j) {
+        load<T, count>(n.x.row(row) + first + j, by.whole, x);
+        load_gain<T, count>(n, j, by.whole, gain);
+        load<T, count>(dy.row(row) + first + j, by.whole, d);
+        if constexpr (Gated) load<T, count>(n.z.row(row) + first + j, by.whole, z);
+    };
+    for (int first = 0; first < width; first += dim) {
+        for (int j = lane * count; j < dim; j += 32 * count) {
+            load_all(first, j);
+            open();
+            add_sums();
+        }
+        auto const sums = finish_sums();
+        for (int j = lane * count; j < dim; j += 32 * count) {
+            load_all(first, j);
+            open();
+            write(sums, first + j);
+#pragma unroll
+            for (int i = 0; i < count; ++i) terms(row, j + i) += of_weight[i], of_weight[i] = 0;
+        }
     }
 }
 

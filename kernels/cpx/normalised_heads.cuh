@@ -48,45 +48,91 @@ __device__ __forceinline__ float sum_over(float sum, int from, int lanes) {
 
 } // namespace norm
 
-/// `y = x / sqrt(sum x^2 + 1e-6)` or, with `back`, y is the gradient of that and becomes the one of x. A warp for each
-/// row, whose heads its groups of lanes take in turn. Blocks of (32, 8) threads; strides: from row to row.
-template <class T>
-__global__ void __launch_bounds__(256)
-    normalise_heads(T const* x, std::int64_t x_stride, T* y, std::int64_t y_stride, std::int64_t rows,
-                    std::int64_t width, int dim, bool back, norm_lanes by) {
+/// What of a whole head each of its elements is computed by: the factor, and how far its gradient goes along it.
+struct head_sums {
+    float factor, along;
+};
+
+/// What a lane reads of a head: N matrices' elements of its own, as they are in memory.
+template <class T, int N>
+struct lane_packs {
+    pack<T, 16 / sizeof(T)> of[N];
+};
+
+/// Calls `f(column, packs)` for the heads of a row that a lane's group takes in turn, where each lane has its elements
+/// at once: `column` is its first one's, below 0 where there is no such head and only others' sums want this lane. What
+/// the next head's elements are is on its way meanwhile. `from`: where the row begins in N matrices.
+template <class T, int N, class F>
+__device__ __forceinline__ void for_each_head(T const* const (&from)[N], int width, int dim, norm_lanes by, F&& f) {
+    constexpr int count = 16 / sizeof(T);
+    int const lane = static_cast<int>(threadIdx.x), across = 32 / by.lanes * dim;
+    auto const load_head = [&](int column) {
+        lane_packs<T, N> packs;
+#pragma unroll
+        for (int i = 0; i < N; ++i) packs.of[i] = load<T, count>(from[i] + (column < width ? column : 0), by.whole);
+        return packs;
+    };
+    int column = lane / by.lanes * dim + lane % by.lanes * count;
+    auto next = load_head(column);
+    for (int left = width; left > 0; left -= across, column += across) { // the columns from the first lane's on
+        auto const packs = next;
+        if (left > across) next = load_head(column + across);
+        f(column < width ? column : -1, packs);
+    }
+}
+
+/// `y = x / sqrt(sum x^2 + 1e-6)` or, Back, y is the gradient of that and becomes the one of x. A warp for each row,
+/// whose heads its groups of lanes take in turn. Blocks of (32, 8) threads; strides: from row to row.
+template <class T, bool Back>
+__global__ void __launch_bounds__(256, 4)
+    normalise_heads(T const* x, std::int64_t x_stride, T* y, std::int64_t y_stride, std::int64_t rows, int width,
+                    int dim, norm_lanes by) {
     constexpr int count = 16 / sizeof(T);
     std::int64_t const row = std::int64_t{blockIdx.x} * 8 + threadIdx.y;
     if (row >= rows) return;
-    int const lane = static_cast<int>(threadIdx.x), across = by.lanes * count, group = lane / by.lanes * dim;
-    T const* const from = x + row * x_stride;
+    int const lane = static_cast<int>(threadIdx.x);
+    T const* const from[] = {x + row * x_stride, Back ? y + row * y_stride : x + row * x_stride};
     T* const to = y + row * y_stride;
-    for (std::int64_t first = group; first - group < width; first += 32 / by.lanes * dim) {
-        bool const there = first < width; // else for the others' sums
-        std::int64_t const column = (there ? first : 0) + lane % by.lanes * count;
-        array<float, count> value, d = {};
-        float squares = 0, along = 0;
-        auto const load_all = [&](int step) {
-            load<T, count>(from + column + step * across, by.whole, value);
-            if (back && there) load<T, count>(to + column + step * across, by.whole, d);
-        };
-        for (int step = 0; step < by.steps; ++step) {
-            load_all(step);
+    array<float, count> value, d;
+    float squares = 0, along = 0;
+    auto const add_sums = [&] {
 #pragma unroll
-            for (int i = 0; i < count; ++i) {
-                squares += value[i] * value[i];
-                along += value[i] * d[i];
-            }
+        for (int i = 0; i < count; ++i) {
+            squares += value[i] * value[i];
+            if constexpr (Back) along += value[i] * d[i];
         }
+    };
+    auto const finish_sums = [&] {
         squares = norm::sum_over(squares, 1, by.lanes);
-        if (back) along = norm::sum_over(along, 1, by.lanes);
-        if (!there) continue;
-        float const factor = 1 / sqrtf(squares + 1e-6f), pulled = factor * factor * along;
-        for (int step = 0; step < by.steps; ++step) {
-            if (by.steps > 1) load_all(step);
+        if constexpr (Back) along = norm::sum_over(along, 1, by.lanes);
+        float const factor = 1 / sqrtf(squares + 1e-6f);
+        head_sums const sums{factor, factor * factor * along};
+        squares = along = 0;
+        return sums;
+    };
+    auto const write = [&](head_sums sums, int column) {
 #pragma unroll
-            for (int i = 0; i < count; ++i) value[i] = factor * (back ? d[i] - value[i] * pulled : value[i]);
-            store<T, count>(value, by.whole, to + column + step * across);
-        }
+        for (int i = 0; i < count; ++i) value[i] = sums.factor * (Back ? d[i] - value[i] * sums.along : value[i]);
+        store<T, count>(value, by.whole, to + column);
+    };
+    if (by.steps == 1) {
+        for_each_head<T, 2>(from, width, dim, by, [&](int column, lane_packs<T, 2> const& packs) {
+            widen<T, count>(packs.of[0], value);
+            if constexpr (Back) widen<T, count>(packs.of[1], d);
+            add_sums();
+            auto const sums = finish_sums();
+            if (column >= 0) write(sums, column);
+        });
+        return;
+    }
+    auto const load_all = [&](int column) {
+        load<T, count>(from[0] + column, by.whole, value);
+        if constexpr (Back) load<T, count>(from[1] + column, by.whole, d);
+    };
+    for (int first = 0; first < width; first += dim) {
+        for (int j = lane * count; j < dim; j += 32 * count) load_all(first + j), add_sums();
+        auto const sums = finish_sums();
+        for (int j = lane * count; j < dim; j += 32 * count) load_all(first + j), write(sums, first + j);
     }
 }
 

@@ -77,10 +77,20 @@ __device__ __forceinline__ void store(array<float, V> const& from, T* to) {
 
 /// Loads neighbours that the launch may write; at once if they are `whole`: they begin at a multiple of 16 bytes.
 template <class T, int V>
-__device__ __forceinline__ void load(T const* from, bool whole, array<float, V>& to) {
-    if (whole) return widen<T, V>(*reinterpret_cast<pack<T, V> const*>(from), to);
+__device__ __forceinline__ pack<T, V> load(T const* from, bool whole) {
+    if (whole) return *reinterpret_cast<pack<T, V> const*>(from);
+    pack<T, V> to = {};
 #pragma unroll
-    for (int v = 0; v < V; ++v) to[v] = widen(from[v]);
+    for (int v = 0; v < V; ++v) {
+        std::conditional_t<sizeof(T) == 4, std::uint32_t, std::uint16_t> bits;
+        memcpy(&bits, from + v, sizeof(T));
+        to.element[sizeof(T) == 4 ? v : v / 2] |= std::uint32_t{bits} << (sizeof(T) == 4 ? 0 : v % 2 * 16);
+    }
+    return to;
+}
+template <class T, int V>
+__device__ __forceinline__ void load(T const* from, bool whole, array<float, V>& to) {
+    widen<T, V>(load<T, V>(from, whole), to);
 }
 /// Stores neighbours, at once if they are `whole`.
 template <class T, int V>

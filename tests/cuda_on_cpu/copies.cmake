@@ -1,5 +1,5 @@
 # cpx_kernels_for_cpu(<folder>): copies of kernels/ into <folder> that C++ compilers take: without the header that refuses
-# these; memory that a launch gives is that of gpu.hpp, and so is the one instruction of PTX that is not behind a function
+# these; memory that a launch gives is that of gpu.hpp, and so are the two instructions of PTX that are not behind a function
 # of tensor_cores.cuh or system_scope.cuh.
 function(cpx_kernels_for_cpu folder)
     file(GLOB kernels CONFIGURE_DEPENDS RELATIVE ${PROJECT_SOURCE_DIR}/kernels ${PROJECT_SOURCE_DIR}/kernels/cpx/*.cuh)
@@ -10,8 +10,8 @@ function(cpx_kernels_for_cpu folder)
         string(REPLACE "#include <cpx/cuda/nvcc.hpp>\n" "" text "${text}")
         string(REGEX REPLACE "extern __shared__ __align__\\([0-9]+\\) ([a-z_]+) ([a-z_]+)\\[\\];"
             "\\1* const \\2 = reinterpret_cast<\\1*>(gpu::now().shared());" text "${text}")
-        string(REGEX REPLACE "asm\\(\"ex2[^\n]*\"=f\"\\(([a-z]+)\\) : \"f\"\\(([a-z]+)\\)\\);"
-            "\\1 = power_of_two_flushed(\\2);" text "${text}")
+        string(REGEX REPLACE "asm\\(\"(ex2|rcp)[^\n]*\"=f\"\\(([a-z]+)\\) : \"f\"\\(([^\n]+)\\)\\);"
+            "\\2 = \\1_flushed(\\3);" text "${text}")
         file(CONFIGURE OUTPUT ${folder}/${kernel} CONTENT "${text}" @ONLY)
     endforeach()
 endfunction()

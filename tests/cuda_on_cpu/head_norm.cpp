@@ -49,8 +49,12 @@ struct results {
         auto const by = kernels::norm_lanes_of<T>(n.dim(), whole);
         auto const launch = [](auto&& kernel) { gpu::now().launch({(count + 7) / 8, 1}, {32, 8}, kernel); };
         if (by.lanes > 0) {
-            launch([&] { kernels::normalise_rows<T>(n, y.rows(), by); });
-            launch([&] { kernels::normalise_rows_backward<T>(n, dy, dx.rows(), dz.rows(), terms.rows(), by); });
+            auto const run = [&](auto gated) {
+                launch([&] { kernels::normalise_rows<T, gated>(n, y.rows(), by); });
+                launch(
+                    [&] { kernels::normalise_rows_backward<T, gated>(n, dy, dx.rows(), dz.rows(), terms.rows(), by); });
+            };
+            n.z.data() ? run(std::true_type()) : run(std::false_type());
         } else {
             launch([&] { kernels::normalise_any_rows<T>(n, y.rows()); });
             launch([&] { kernels::normalise_any_rows_backward<T>(n, dy, dx.rows(), dz.rows(), terms.rows()); });
@@ -108,7 +112,9 @@ void check_lengths(index_t dim, bool shared_by_lanes) {
         gpu::now().launch({(count + 7) / 8, 1}, {32, 8}, [&] {
             int const columns = static_cast<int>(dim);
             if (by.lanes > 0)
-                kernels::normalise_heads<T>(x.own.data(), width, y.data(), width, count, width, columns, back, by);
+                (back ? kernels::normalise_heads<T, true>
+                      : kernels::normalise_heads<T, false>)(x.own.data(), width, y.data(), width, count,
+                                                            static_cast<int>(width), columns, by);
             else
                 kernels::normalise_any_heads<T>(x.own.data(), width, y.data(), width, count, heads, columns, back);
         });

@@ -57,8 +57,8 @@ T __ldg(T const* from) {
     return *from;
 }
 inline void atomicOr(unsigned long long* to, unsigned long long bits) { *to |= bits; }
-/// As ex2.approx.ftz.f32, rounded better.
-inline float power_of_two_flushed(float x) {
-    float const y = std::exp2(x);
-    return y < 0x1p-126f ? 0.0f : y;
-}
+/// As ex2.approx.ftz.f32 and rcp.approx.ftz.f32, rounded better.
+inline float flushed(float x) { return std::abs(x) < 0x1p-126f ? 0.0f : x; }
+inline float ex2_flushed(float x) { return flushed(std::exp2(x)); }
+inline float rcp_flushed(float x) { return flushed(1 / x); }
+inline float rsqrtf(float x) { return 1 / std::sqrt(x); }

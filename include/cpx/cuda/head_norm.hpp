@@ -21,6 +21,7 @@ template <class T>
 void norm_given(char const* where, norm_input<T> const& n, caller here) {
     require(n.dim() > 0 && n.x.width() % n.dim() == 0, where, "width of x",
             in_words("a multiple of the size of weight, ", n.dim()), n.x.width(), here);
+    require(n.x.width() < index_t{1} << 31, where, "width of x", "less than 2^31", n.x.width(), here);
     require_rows(where, {{"x", n.x}, {"weight", n.weight, 1, n.dim()}}, here);
     if (n.z.data()) require_rows(where, {{"z", n.z, n.x.count(), n.x.width()}}, here);
 }
@@ -55,8 +56,8 @@ void normalise_rows(norm_input<T> const& n, std::type_identity_t<rows<T>> y, cud
     detail::require_apart(where, {{"y", y}}, {{"weight", n.weight}}, here);
     rows<T const> const z = n.z.data() ? n.z : n.x;
     auto const by = kernels::norm_lanes_of<T>(n.dim(), detail::row_vector(n.x, z, n.weight, y) == 16);
-    detail::launch_rows(where, kernels::normalise_rows<T>, kernels::normalise_any_rows<T>, by, n.x.count(), stream,
-                        here, n, y);
+    detail::launch_rows(where, n.z.data() ? kernels::normalise_rows<T, true> : kernels::normalise_rows<T, false>,
+                        kernels::normalise_any_rows<T>, by, n.x.count(), stream, here, n, y);
 }
 
 /// Computes the gradients of x and, with z, of z, and adds to each row of `terms`, (rows, dim), what that row adds to
@@ -76,8 +77,9 @@ void normalise_rows_backward(norm_input<T> const& n, std::type_identity_t<rows<T
                           {{"x", n.x}, {"z", n.z}, {"weight", n.weight}}, here);
     rows<T const> const z = n.z.data() ? n.z : n.x, of_z = n.z.data() ? dz : n.x;
     auto const by = kernels::norm_lanes_of<T>(n.dim(), detail::row_vector(n.x, z, n.weight, dy, dx, of_z) == 16);
-    detail::launch_rows(where, kernels::normalise_rows_backward<T>, kernels::normalise_any_rows_backward<T>, by, count,
-                        stream, here, n, dy, dx, dz, terms);
+    detail::launch_rows(
+        where, n.z.data() ? kernels::normalise_rows_backward<T, true> : kernels::normalise_rows_backward<T, false>,
+        kernels::normalise_any_rows_backward<T>, by, count, stream, here, n, dy, dx, dz, terms);
 }
 
 namespace detail {
@@ -90,9 +92,10 @@ void run_normalise_heads(rows<T const> x, index_t dim, rows<T> y, bool back, cud
     bool const whole = row_vector(x, y) == 16;
     auto const by = kernels::norm_lanes_of<T>(dim, whole);
     int const columns = static_cast<int>(dim);
-    if (by.lanes > 0 && x.count() < index_t{1} << 33)
-        launch(kernels::normalise_heads<T>, dims((x.count() + 7) / 8), dim3(32, 8), 0, stream, "normalise_heads", here,
-               x.data(), x.stride(), y.data(), y.stride(), x.count(), x.width(), columns, back, by);
+    if (by.lanes > 0 && x.count() < index_t{1} << 33 && x.width() < index_t{1} << 31)
+        launch(back ? kernels::normalise_heads<T, true> : kernels::normalise_heads<T, false>, dims((x.count() + 7) / 8),
+               dim3(32, 8), 0, stream, "normalise_heads", here, x.data(), x.stride(), y.data(), y.stride(), x.count(),
+               static_cast<int>(x.width()), columns, by);
     else
         launch(kernels::normalise_any_heads<T>, dims(std::min<index_t>((items + 7) / 8, 4096)), dim3(32, 8), 0, stream,
                "normalise_heads", here, x.data(), x.stride(), y.data(), y.stride(), x.count(), static_cast<int>(heads),
