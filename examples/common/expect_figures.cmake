@@ -3,34 +3,34 @@
 # where it says so, and send no row in vain. Where it finds fewer GPUs than it wants, the test is skipped.
 cmake_minimum_required(VERSION 3.25)
 
-# What a run may be off by: largest and mean difference of log-probabilities, largest and mean relative error of a
-# gradient, and the difference of the loss, which is a mean of log-probabilities and so no more than their mean.
-set(kinds max_abs_delta mean_abs_delta max_grad_error mean_grad_error loss_delta)
+# What a run may be off by: largest and mean difference of log-probabilities, largest and median relative error of a
+# gradient, and the difference of the loss.
+set(kinds max_abs_delta mean_abs_delta max_grad_error median_grad_error loss_delta)
 #
 # float32: ten times what the host is off by in float32 with two ranks and the same strategies,
-#     tiny_qwen3_5      8.2e-5 4.8e-6 2.3e-4 7.2e-5 6.9e-7
-#     tiny_qwen3_5_moe  4.4e-5 3.9e-6 1.1e-4 4.3e-5 3.7e-7
-#     tiny_qwen3_5_vl   1.6e-4 3.0e-6 1.3e-4 6.4e-5 6.6e-7
-#     tiny_qwen3_vl     3.3e-6 6.7e-7 2.0e-6 1.1e-6 3.4e-8
+#     tiny_qwen3_5      8.2e-5 4.8e-6 2.3e-4 5.9e-5 6.9e-7
+#     tiny_qwen3_5_moe  4.4e-5 3.9e-6 1.1e-4 4.5e-5 3.7e-7
+#     tiny_qwen3_5_vl   1.6e-4 3.0e-6 1.3e-4 8.9e-5 6.6e-7
+#     tiny_qwen3_vl     3.3e-6 6.7e-7 2.0e-6 1.0e-6 3.4e-8
 # for GPUs, and cuBLAS again, add in other orders; but no more than the main job may be off by, 1e-3 of a
 # log-probability, which is five times what transformers in float32 is off by (data/*/README.md).
-set(float32_tiny_qwen3_5      8.2e-4 4.8e-5 2.3e-3 7.2e-4 6.9e-6)
-set(float32_tiny_qwen3_5_moe  4.4e-4 3.9e-5 1.1e-3 4.3e-4 3.7e-6)
-set(float32_tiny_qwen3_5_vl   1.0e-3 3.0e-5 1.3e-3 6.4e-4 6.6e-6)
-set(float32_tiny_qwen3_vl     3.3e-5 6.7e-6 2.0e-5 1.1e-5 3.4e-7)
+set(float32_tiny_qwen3_5      8.2e-4 4.8e-5 2.3e-3 5.9e-4 6.9e-6)
+set(float32_tiny_qwen3_5_moe  4.4e-4 3.9e-5 1.1e-3 4.5e-4 3.7e-6)
+set(float32_tiny_qwen3_5_vl   1.0e-3 3.0e-5 1.3e-3 8.9e-4 6.6e-6)
+set(float32_tiny_qwen3_vl     3.3e-5 6.7e-6 2.0e-5 1.0e-5 3.4e-7)
 #
-# bfloat16: twice what transformers itself is off by: 5.17.0 with torch 2.11.0, in bfloat16 on an H200, by
-# bench/peers/qwen.py,
-#     tiny_qwen3_5      1.585   0.1216   1.127   0.5804
-#     tiny_qwen3_5_moe  2.551   0.1902   1.817   0.7868
-#     tiny_qwen3_5_vl   1.258   0.07069  1.033   0.5107
-#     tiny_qwen3_vl     0.09576 0.02439  0.05925 0.03449
-# A gradient of zeros would be off by 1: where twice transformers' mean says less than that, 5 quarters of what was seen
-# do (0.596, 0.583 and 0.298).
-set(bfloat16_tiny_qwen3_5     3.170  0.2431  2.254  0.745   0.2431)
-set(bfloat16_tiny_qwen3_5_moe 5.102  0.3804  3.634  0.729   0.3804)
-set(bfloat16_tiny_qwen3_5_vl  2.516  0.1413  2.065  0.373   0.1413)
-set(bfloat16_tiny_qwen3_vl    0.1915 0.04878 0.1185 0.06897 0.04878)
+# bfloat16: 5 quarters of the most that transformers itself is off by in 33 runs, of which 32 have embeddings that are
+# off by a bit: 5.17.0 with torch 2.11.0, in bfloat16 on an H200, by bench/peers/qwen.py --draws 32,
+#     tiny_qwen3_5      2.640  0.1661   5.589   1.100    0.0446
+#     tiny_qwen3_5_moe  4.226  0.2821  14.18    1.288    0.1266
+#     tiny_qwen3_5_vl   1.815  0.1035   6.064   0.949    0.0312
+#     tiny_qwen3_vl     0.2389 0.02603  0.07654 0.03717  0.00696
+# In the first layers of three of the models a bit of an embedding becomes all of a gradient, now in one weight, now in
+# another: so the largest error says little, and the median has to be below 1, which gradients of zeros are off by.
+set(bfloat16_tiny_qwen3_5     3.300  0.2076   6.986  0.95     0.0558)
+set(bfloat16_tiny_qwen3_5_moe 5.283  0.3526  17.73   0.95     0.1583)
+set(bfloat16_tiny_qwen3_5_vl  2.269  0.1294   7.580  0.95     0.0390)
+set(bfloat16_tiny_qwen3_vl    0.2986 0.03254  0.09568 0.04646 0.00870)
 
 string(REGEX REPLACE ".*--model data/([a-z0-9_]+).*" "\\1" model "${ARGS}")
 set(type float32)
@@ -59,7 +59,7 @@ string(JSON count LENGTH "${out}" strategies)
 if(count LESS 1)
     message(FATAL_ERROR "no strategy")
 endif()
-set(gradient_figures max_grad_error mean_grad_error grads_equal_one_rank)
+set(gradient_figures max_grad_error median_grad_error grads_equal_one_rank)
 if(NOT "--backward" IN_LIST arguments)
     list(REMOVE_ITEM kinds ${gradient_figures})
     unset(gradient_figures)
