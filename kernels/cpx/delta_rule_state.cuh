@@ -132,7 +132,8 @@ struct x_maker {
     __device__ __forceinline__ void make(Memory& memory, int chunks) {
         for (int const last = done + chunks; done < last; ++done, r.next(), x.next()) {
             wait(memory.full[r.at], r.parity);
-            // X of two chunks before has been read, and while Y is made there is nothing else for the tensor cores
+            // X of two chunks before has been read, and Y of the one before is made: sooner, X's rounding would take
+            // turns with Y's; later, K S would wait behind X's products
             if (done > 0) wait(memory.read[x.at ^ 1], done - 1 >> 1 & 1);
             compute_x(memory.inverse[r.at], memory.keys[r.at], memory.gates[r.at], memory.x[x.at]);
             cutlass::arch::fence_view_async_shared();
@@ -153,7 +154,6 @@ __device__ __forceinline__ void erase_and_write(Memory& memory, int at, ring<2> 
     cute::warpgroup_arrive();
     multiply_along<8, 2>(ks, f, memory.keys[at], false);
     cute::warpgroup_commit_batch();
-    arrive_warp(memory.read[x.at]);
     token_decays e;
     load_decays(memory.gates[at], e);
     meanwhile();
@@ -162,6 +162,7 @@ __device__ __forceinline__ void erase_and_write(Memory& memory, int at, ring<2> 
     keep(ks);
     subtract(v, ks, e, y);
     keep(s);
+    arrive_warp(memory.read[x.at]);
     cute::warpgroup_arrive();
     multiply_down<1>(s, y, memory.x[x.at], true);
     cute::warpgroup_commit_batch();

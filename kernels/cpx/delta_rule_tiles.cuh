@@ -167,8 +167,8 @@ template <Major B, std::size_t N>
 using registers_by = std::conditional_t<N == 32, gmma::MMA_64x64x16_F32BF16BF16_RS<Major::K, B>,
                                         gmma::MMA_64x128x16_F32BF16BF16_RS<Major::K, B>>;
 
-/// sum (+)= a b^T over 16 Steps, a in registers, b's rows along the sum. Issued, not awaited. `Apart`: so many steps are
-/// under way while what the others read of a is computed; without it the compiler has all of a first.
+/// sum (+)= a b^T over 16 Steps, a in registers, b's rows along the sum. Issued, not awaited. `Apart`: so many steps
+/// are under way while what the others read of a is computed; without it the compiler has all of a first.
 template <int Steps, int Apart = 0, std::size_t N>
 __device__ __forceinline__ void multiply_along(float (&sum)[N], std::uint32_t const* a, void const* b, bool add) {
     std::uint64_t const first = along_rows(b);
