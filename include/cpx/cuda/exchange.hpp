@@ -85,7 +85,7 @@ public:
         static_cast<void>(comm.others(here)); // allocated now, not in a capture
         if (of.through) {
             window_.emplace(*of.through, most.staged, here);
-            if constexpr (addable) window_->load(kernels::add_rectangles<T>, here);
+            if constexpr (addable) detail::load(kernels::add_rectangles<T>, here);
         } else {
             wires_.emplace(comm, most.staged, here);
             wires_->connect(made.plans, of.room.has_value(), here);
@@ -165,9 +165,7 @@ public:
         cpx::detail::check_buffers(where, from, {source.rows, source.width}, to, {target.rows, target.width}, here);
         require_there("source", from, source, here);
         require_there("target", to, target, here);
-        cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
-        check(cudaStreamIsCapturing(stream, &capturing), "cudaStreamIsCapturing", here);
-        bool const captured = capturing != cudaStreamCaptureStatusNone;
+        bool const captured = captures(stream, here);
         auto *const x = reinterpret_cast<char*>(const_cast<T*>(from.data())), *const y =
                                                                                   reinterpret_cast<char*>(to.data());
         window_ ? store(number, back, x, y, captured, stream, here) : send(p, back, x, y, captured, stream, here);
@@ -368,12 +366,14 @@ private:
         kernels::rectangle_buffers const buffers{{back ? y : x, back ? x : y, window_->data(), window_->data()}};
         auto const move = [&](auto kernel, unsigned block, launch_size size, kernels::list_part const& part,
                               kernels::list_part const* next, auto const&... more) {
+            kernels::rectangle_list const moved{
+                .list = list(), .back = back, .early = true, .part = &part, .next = next};
             if (captured || size.slices > 0)
-                launch_early(kernel, captured ? 256U : grid(size), block, 0, stream, "unpacks", here,
-                             kernels::rectangle_list{list(), 0, 0, back, true, &part, next}, buffers, more...);
+                launch_early(kernel, captured ? 256U : grid(size), block, 0, stream, "unpacks", here, moved, buffers,
+                             more...);
         };
         cpx::detail::message_tables const& t = p.tables;
-        launch_size const both{0, t.keep.slices + (back ? t.pack : t.unpack).slices};
+        launch_size const both{.slices = t.keep.slices + (back ? t.pack : t.unpack).slices};
         if (!p.sums)
             return move(kernels::copy_rectangles<>, 512, both, back ? slot->pack : slot->keep,
                         back ? &slot->keep : &slot->unpack, kernels::word_check{});

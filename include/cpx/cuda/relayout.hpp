@@ -70,10 +70,7 @@ public:
         auto const groups = sections.empty() ? std::span(&whole, 1) : sections;
         require(std::ssize(groups) <= kernels::most_sections, "cuda::relayout", "sections",
                 detail::in_words("at most ", kernels::most_sections), groups.size(), here);
-        // Loads the kernel now: if its first launch loads it, that waits for kernels that wait for this one.
-        cudaFuncAttributes loaded{};
-        check(cudaFuncGetAttributes(&loaded, kernels::relayout_push<source_side, target_side>), "cudaFuncGetAttributes",
-              here);
+        detail::load(kernels::relayout_push<source_side, target_side>, here);
         index_t const element = static_cast<index_t>(sizeof(T));
         source_width_ = sections.empty() ? width : plan.source_width;
         runs_ = static_cast<int>(groups.size());

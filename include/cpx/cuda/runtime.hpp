@@ -52,6 +52,12 @@ inline int device_of(void const* pointer) {
     return attributes.type == cudaMemoryTypeDevice || attributes.type == cudaMemoryTypeManaged ? attributes.device : -1;
 }
 
+inline bool captures(cudaStream_t stream, caller here = caller::here()) {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    check(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing", here);
+    return status != cudaStreamCaptureStatusNone;
+}
+
 namespace detail {
 
 /// Calls `f` with the least of ascending numbers that is not less than `n`, or with the last, as an

@@ -106,11 +106,8 @@ private:
     void push(Kernel const& move, rows<T const> from, rows<T> to, F&& send, caller here) {
         if (to.width() == 0 || most_.rows == 0) return; // on all ranks
         comm_.tables().write(here);
-        cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
-        check(cudaStreamIsCapturing(comm_.stream(), &capturing), "cudaStreamIsCapturing", here);
-        bool const captured = capturing != cudaStreamCaptureStatusNone;
         shared_memory& shared = comm_.shared();
-        if (captured) {
+        if (captures(comm_.stream(), here)) {
             require(shared.one_kernel(), "movement", "stream", "one that does not capture, unless one kernel moves all",
                     "a capture", here);
             from = {from.data(), most_.rows, from.width(), from.stride()}; // of any batch that is replayed
