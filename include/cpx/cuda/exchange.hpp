@@ -14,7 +14,6 @@
 #include <cpx/transport/nccl.hpp>
 
 #include <algorithm>
-#include <cstring>
 #include <optional>
 #include <span>
 #include <tuple>
@@ -116,10 +115,7 @@ public:
     void set(std::span<plan const> plans, thd const& batch, detail::batch_tables& to, caller here = caller::here()) {
         auto made = make(plans, true, here);
         std::uint64_t const word = word_of(plans);
-        cpx::detail::lane_work work{.numbers = {words_job(word)}};
-        work.put(list(), std::span<kernels::rectangle const>(made.list));
-        put_slots(made, work);
-        if (to.add(batch, std::move(work), here)) return commit(std::move(made), false);
+        if (to.add(batch, work_of(made, word), here)) return commit(std::move(made), false);
         to.write(here); // of the batch before, perhaps
         put(std::move(made), word, false, to.stream(), here);
     }
@@ -240,18 +236,19 @@ private:
                 made.staged, here);
         return made;
     }
-    /// Gives tables and their word to the device, in the order of the stream. `compared`: no rank has others.
+    /// Returns what writes tables and their word.
+    cpx::detail::lane_work work_of(tables const& made, std::uint64_t word) const {
+        cpx::detail::lane_work work{.numbers = {words_job(word)}};
+        work.put(list(), std::span<kernels::rectangle const>(made.list));
+        put_slots(made, work);
+        return work;
+    }
+    /// Writes all that in the order of the stream. `compared`: no rank has others.
     void put(tables made, std::uint64_t word, bool compared, cudaStream_t stream, caller here) {
-        std::size_t const before = static_cast<std::size_t>(head()) / sizeof word,
-                          bytes = made.list.size() * sizeof(kernels::rectangle);
-        std::vector<index_t> numbers(before + bytes / sizeof word, static_cast<index_t>(word));
-        if (slots_ > 0) {
-            auto known = made.known_to_kernels();
-            known.resize(static_cast<std::size_t>(slots_));
-            std::memcpy(reinterpret_cast<char*>(numbers.data()) + words(), known.data(), head() - words());
-        }
-        if (bytes > 0) std::memcpy(numbers.data() + before, made.list.data(), bytes);
-        write_numbers(numbers, reinterpret_cast<index_t*>(list_.data()), stream, here);
+        index_t const bytes = head() + std::ssize(made.list) * static_cast<index_t>(sizeof(kernels::rectangle));
+        auto* const begin = reinterpret_cast<index_t*>(list_.data());
+        auto const numbers = work_of(made, word).written(begin, bytes / static_cast<index_t>(sizeof *begin));
+        write_numbers(numbers, begin, stream, here);
         commit(std::move(made), compared);
     }
     /// Returns the word by which ranks compare plans, and says which they are; an `id_of(i)` that stays is hashed once.

@@ -141,9 +141,7 @@ public:
         detail::require_memory(where, {{"source", from}, {"offsets", batch}}, here);
         std::span const target(memory.base[memory.meeting.rank] + offset, static_cast<std::size_t>(target_bytes()));
         detail::require_apart(where, {{"target", target}}, {{"source", from}, {"offsets", batch}}, here);
-        int most = 0;
-        check(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, memory.device),
-              "cudaDeviceGetAttribute", here);
+        int const most = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, here);
         require(tables(memory, batch) + 1024 <= static_cast<std::size_t>(most), where, "sequences",
                 detail::in_words("few enough for tables of ", most - 1024, " bytes"), std::ssize(batch) - 1, here);
     }

@@ -38,6 +38,13 @@ inline int current_device() {
     return device;
 }
 
+/// Returns an attribute of the current device.
+inline int device_attribute(cudaDeviceAttr of, caller here = caller::here()) {
+    int value = 0;
+    check(cudaDeviceGetAttribute(&value, of, current_device()), "cudaDeviceGetAttribute", here);
+    return value;
+}
+
 inline void use_device(int device, caller here = caller::here()) {
     check(cudaSetDevice(device), "cudaSetDevice", here);
 }

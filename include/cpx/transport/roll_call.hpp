@@ -93,24 +93,20 @@ public:
     /// Says that all calls so far have been waited for: `differences` leaves them out.
     void waited() { waited_ = mine().calls.load(); }
     /// Returns ": tokens 24 on rank 0, 30 on rank 1", the first field in which the plans of this host's ranks differ
-    /// from this one's, in the first call of which that is known; "" if there is none.
+    /// from this one's, in the first call of the last ones in which that is known; "" if there is none.
     std::string differences() const {
-        std::vector<std::uint64_t> changes{waited_};
-        for (int r = 0; r < ranks(); ++r)
-            for (auto const& [after, plan] : entries_[r].plans)
-                if (auto const calls = after.load(); calls > waited_ + 1) changes.push_back(calls - 1);
-        std::ranges::sort(changes);
-        for (std::uint64_t const calls : changes) {
-            identity const own = plan_of(rank_, calls), none{};
-            detail::difference first(own, own);
-            for (int r = 0; r < ranks() && first.empty() && own != none; ++r)
-                if (plan_of(r, calls) != none) first = detail::difference(own, plan_of(r, calls));
-            if (first.empty()) continue;
+        std::uint64_t const now = mine().calls.load();
+        for (auto calls = std::max(waited_, now - std::min<std::uint64_t>(now, 1000)); calls <= now; ++calls) {
+            std::vector<identity> plans;
+            for (int r = 0; r < ranks(); ++r) plans.push_back(plan_of(r, calls));
+            identity const own = plans[static_cast<std::size_t>(rank_)], none{};
+            auto const other = std::ranges::find_if(plans, [&](auto const& p) { return p != none && p != own; });
+            if (own == none || other == plans.end()) continue;
+            detail::difference const first(own, *other);
             std::string text = ": " + first.name();
-            for (int r = 0; r < ranks(); ++r)
-                if (identity const theirs = plan_of(r, calls); theirs != none)
-                    text += ' ' + first.value(theirs) + " on rank " +
-                            std::to_string(numbers_[static_cast<std::size_t>(r)]) + ',';
+            for (std::size_t r = 0; r < plans.size(); ++r)
+                if (plans[r] != none)
+                    text += ' ' + first.value(plans[r]) + " on rank " + std::to_string(numbers_[r]) + ',';
             text.pop_back();
             return text;
         }
