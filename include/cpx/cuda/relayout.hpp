@@ -150,15 +150,11 @@ public:
     kernels::relayout_rows arguments(rows<T const> from, peer_memory const& memory, index_t offset,
                                      std::span<index_t const> batch) const {
         kernels::relayout_rows r{};
-        r.offsets = batch.data();
-        r.sequences = static_cast<int>(std::ssize(batch)) - 1;
-        r.words = words_;
-        r.target = {offset, memory.bytes};
-        r.first = memory.first;
-        r.runs = runs_;
-        r.source = reinterpret_cast<char const*>(from.data());
+        r.offsets = batch.data(), r.sequences = static_cast<int>(std::ssize(batch)) - 1;
+        r.words = words_, r.runs = runs_;
+        r.target = {offset, memory.bytes}, r.first = memory.first;
+        r.source = reinterpret_cast<char const*>(from.data()), r.source_rows = from.count();
         r.source_pitch = from.stride() * static_cast<index_t>(sizeof(T));
-        r.source_rows = from.count();
         index_t widest = 0; // of what a peer gets of a row; a thread is to hold 8 vectors of it at a time
         for (int peer = 0; peer < memory.meeting.ranks; ++peer) {
             peer_target const& p = targets_[static_cast<std::size_t>(memory.first + peer)];

@@ -19,7 +19,7 @@ class shared_plans;
 /// A `communicator` with memory that peers write, into which its movements relay out: their targets are made by
 /// `movement::make_tensor`. Where all ranks reach each other, halos and carries go there, too, also those of operators:
 /// whoever brings them takes as many bytes of it as one exchange takes, or brings, at most. What it does otherwise is
-/// as a `communicator` does. The memory outlives it.
+/// as a `communicator` does. The memory outlives it; of several on one memory, events order the streams.
 class shared_communicator : public communicator {
 public:
     template <class T, class Plan>
