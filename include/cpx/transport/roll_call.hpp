@@ -217,8 +217,8 @@ private:
     std::string name_;
     int rank_;
     std::vector<int> numbers_;
-    std::vector<person> before_; ///< who was in the page, and dead, when this rank came
-    std::vector<bool> here_;     ///< which ranks are on this host, once everyone has come
+    std::vector<person> before_;               ///< who was in the page, and dead, when this rank came
+    std::vector<bool> here_;                   ///< which ranks are on this host, once everyone has come
     std::uint64_t set_after_ = 0, waited_ = 0; ///< calls before the last plan, and before the last wait
     std::size_t last_ = 0;                     ///< of the plans in this rank's entry
     entry* entries_ = nullptr;
