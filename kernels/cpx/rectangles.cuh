@@ -23,8 +23,8 @@ struct list_part {
 /// The rectangles of one launch. `back`: from their targets to their sources.
 struct rectangle_list {
     rectangle const* list;
-    std::int32_t count, slices;
-    bool back, early; ///< `early`: no kernel that has just been launched writes the list, or parts
+    std::int32_t count = 0, slices = 0;
+    bool back = false, early = false; ///< `early`: no kernel that has just been launched writes the list, or parts
     /// Null, or in device memory, as the list is: what the launch moves instead of `count` rectangles, one part and
     /// another behind it, which may be null.
     list_part const *part = nullptr, *next = nullptr;

@@ -5548,7 +5548,7 @@ std::vector<lane_plan> scan_lanes(P const& layout, int unit, int rank, int state
     for (int reach = 1; reach < length; reach *= 2) {
         lane_plan p{.rank = rank, .kind = flow::copies, .cells = {.of = cut_runs::states, .least = least}};
         auto const lane_of = [&](int other, bool has_map) {
-            return lane{holders[static_cast<std::size_t>(other)], 0, 0, 0, state_rows + (has_map ? map_rows : 0)};
+            return lane{.peer = holders[static_cast<std::size_t>(other)], .to = state_rows + (has_map ? map_rows : 0)};
         };
         for (int i = 0; i < length; ++i) {
             int const level = back ? length - 1 - i : i; // a rank's segments are in token order
@@ -7745,7 +7745,8 @@ void compare(char const* where, identity const& mine, thd const& batch, int rank
 
 } // namespace detail
 
-/// Lets all ranks compare what they are about to run, once for each fingerprint: `mine`, made from `of`.
+/// Lets all ranks compare what they are about to run, once for each fingerprint: `mine`, made from `of`. After
+/// 1024 fingerprints all ranks forget them, and compare again what comes again.
 ///
 /// Collective. Throws `cpx::error` on every rank, before anything moves, naming the first field in which the ranks
 /// differ, of batches the first offset, of long tables the first owner, and who has which value. Cost, the first time:
@@ -7763,6 +7764,7 @@ void agree(Comm& comm, identity const& mine, plan const& of, caller here = calle
         where.c_str(), mine, of.batch, comm.ranks(),
         [&](void const* own, void* all, std::size_t bytes) { detail::gather(comm, id, own, all, bytes, here); }, here,
         of.source_settings, of.target_settings);
+    if (comm.agreed().size() >= 1024) comm.agreed().clear(); // on all ranks: they have agreed on the same
     comm.agreed().insert(mine.fingerprint());
 }
 template <class X = detail::any>
@@ -8067,8 +8069,9 @@ inline constexpr bool is_relayout = requires(Plan const& p) { p.to; };
 /// Moves rows of T by `relayout_plan`s, `halo_plan`s or `carry_plan`s, whichever batch they are of.
 ///
 /// Made once, by all ranks: on devices it connects them and reserves memory for `most`. The plan of another batch is
-/// made by `set`, or by a call with tensors of that batch: on the host, without device memory, and without a wait for
-/// the device or another rank. Belongs to one thread; the transport outlives it.
+/// made by `set`, or by a call with tensors of that batch: on the host, without device memory or a wait. On threads and
+/// over MPI all ranks compare a new plan in its first call (see `agree`), for ranks that have no rows for each other
+/// would not hear that theirs differ. Belongs to one thread; the transport outlives it.
 template <class T, class Plan, any_transport Comm>
 class movement {
     using kind = detail::moved<Plan>;
@@ -8083,7 +8086,7 @@ public:
 
     /// Makes ready for another batch, unless it is the last one. Every rank does so, none waits. Throws `cpx::error` if
     /// it has other ranks or sections than this movement was prepared for, or more rows or sequences; then all is as
-    /// before. If ranks have different batches, the wait after the next call says so.
+    /// before. If ranks have different batches, the next call says so, on devices the wait after it.
     ///
     /// On devices the host counts rows of messages, where lanes tell what moves, or lists runs of rows: of a halo or a
     /// carry over the batch or beside sequences shorter than chunks times (reach + unit of the cut); of a relayout over
@@ -8128,7 +8131,7 @@ public:
     /// Moves this rank's rows of `from` to where they belong in everybody's `to`; they must not overlap. Collective.
     ///
     /// Throws `cpx::error` before anything moves if tensors and batches do not fit each other, or not what this
-    /// movement was prepared for; later, at the next wait, if ranks have different batches.
+    /// movement was prepared for, or on the host if ranks have different batches; on devices the next wait tells that.
     template <sharded_anywhere X, sharded_anywhere Y>
         requires detail::is_relayout<Plan>
     void operator()(X const& from, Y&& to, caller here = caller::here()) {
@@ -8145,6 +8148,7 @@ public:
     std::pair<index_t, index_t> rows_of(index_t k = 0, caller here = caller::here())
         requires(!detail::is_relayout<Plan>)
     {
+        require_exchange(k, here);
         return prepared_.rows_of([&]() -> Plan const& { return plan(here); }, k, here);
     }
 
@@ -8168,8 +8172,7 @@ public:
     }
     /// Runs exchange `k` of a carry, from the segments before or after. Collective.
     void operator()(index_t k, side from, rows<T const> given, rows<T> got, caller here = caller::here()) {
-        require(k >= 0 && (!listed_ || k < plan_.steps), "movement", "exchange", // else what is prepared knows how many
-                detail::in_words("less than ", plan_.steps), k, here);
+        require_exchange(k, here);
         run(from == side::after, k, given, got, here);
     }
 
@@ -8249,6 +8252,12 @@ private:
                 detail::in_words("at most ", most.rows, ", ", most.sequences),
                 detail::in_words(exactly, ", ", sequences), here);
     }
+    void require_exchange(index_t k, caller here) const {
+        index_t count = 1;
+        if constexpr (requires { plan_.steps; }) count = plan_.steps;
+        require(k >= 0 && (!listed_ || k < count), "movement", "exchange", // else what is prepared knows how many
+                detail::in_words("less than ", count), k, here);
+    }
     /// Throws unless shardings have the ranks and sections of others.
     template <std::size_t... I>
     static void require_alike(typename kind::batch const& shardings, typename kind::batch const& like,
@@ -8297,8 +8306,7 @@ private:
                       "cpx: movement into a tensor that is not sharded as its target; make it for the tensor's "
                       "kind of sharding");
         static_assert(!source || !target || writes,
-                      "cpx: movement wants tensors of its elements, and a target that is not const and has a "
-                      "name");
+                      "cpx: movement wants tensors of its elements, and a target that is not const and has a name");
         static_assert(!writes || there,
                       "cpx: movement of tensors in another memory than that of the transport's ranks; make them "
                       "with make_tensor<T>(sharding, comm, width)");

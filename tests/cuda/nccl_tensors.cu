@@ -459,6 +459,7 @@ public:
         given_.write(list);
     }
     std::vector<std::vector<float>> read() const { return {rows_.read(), serial_got_.read(), scan_got_.read()}; }
+    index_t halo_rows() { return halo_.rows_of().second; }
     std::pair<index_t, index_t> steps() { return {serial_.plan().steps, scan_.plan().steps}; }
 
 private:
@@ -753,6 +754,10 @@ TEST_SUITE("cuda") {
                          "those that are sent", "others");
             auto const captured = [&, serial = serial, scan = scan] { stored.run(x, dx, serial, scan); };
             harness::graph const graph(stream, captured);
+            rejects({"stream of the first call back of a batch: expected one that does not capture"},
+                    [&] { harness::graph(stream, [&] { stored.set(of.from(lengths({60}))); }); });
+            cpx::require(stored.halo_rows() == sent.halo_rows(), "test", "rows after a batch that was refused",
+                         sent.halo_rows(), stored.halo_rows());
             meet();
             for (auto const& list :
                  {std::vector<index_t>{50, 8}, {8, 16}, {60}, {1, 30, 29}, {2, 0, 3}, {}, {41, 19}}) {

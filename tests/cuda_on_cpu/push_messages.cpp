@@ -69,7 +69,8 @@ void run(std::vector<rank_memory>& all, std::vector<cpx::plan> const& plans, ind
     char* const landing = own.window.data() + own.landing;
     kernels::rectangle_buffers const buffers{{back ? y : x, back ? x : y, landing, landing}};
     auto const list = [&](kernels::list_part const* part, kernels::list_part const* next) {
-        return kernels::rectangle_list{made.list.data(), 0, 0, back, true, part, next};
+        return kernels::rectangle_list{
+            .list = made.list.data(), .back = back, .early = true, .part = part, .next = next};
     };
     if (plans[static_cast<std::size_t>(number)].kind != cpx::flow::sums) {
         auto const both = back ? list(&plan.pack, &plan.keep) : list(&plan.keep, &plan.unpack);

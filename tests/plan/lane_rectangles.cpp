@@ -266,6 +266,15 @@ TEST_CASE("plans of batches that are cut as one are those of shardings that say 
     }
 }
 
+TEST_CASE("what is listed and what is one number many times is written where it belongs") {
+    std::vector<index_t> place(9);
+    std::array<index_t, 3> const listed{5, 6, 7};
+    tables::lane_work work{.numbers = {{place.data() + 1, 4, 2, 0}, {place.data() + 8, 0, 0, 0}}};
+    work.put(place.data() + 4, std::span<index_t const>(listed));
+    work.put(place.data() + 3, std::span<index_t const>(listed).first(1));
+    CHECK(work.written(place.data(), 8) == std::vector<index_t>{0, 4, 4, 5, 5, 6, 7, 0});
+}
+
 TEST_CASE("a movement to heads reserves what leaves and comes, not all columns of all rows") {
     int const ranks = 8;
     index_t const tokens = 32768, width = 8192; // 64 heads of 128

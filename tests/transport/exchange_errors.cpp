@@ -359,6 +359,31 @@ TEST_SUITE("transport") {
             }
     }
 
+    TEST_CASE("of all batches that come ranks remember so many, and compare again what they have forgotten") {
+        auto const text = message([] {
+            cpx::threads::run(3, [](cpx::threads& comm) {
+                auto const step = [&](index_t length) {
+                    cpx::thd const of = lengths({3, length});
+                    auto x = cpx::make_tensor<float>(cpx::shard(of, cpx::zigzag<>(3)), comm.rank(), 1);
+                    for (float& value : x.elements()) value = static_cast<float>(length);
+                    auto const y = cpx::exchange(x, cpx::shard(of, cpx::sequential<>(3)), comm);
+                    cpx::require(std::ranges::count(y.elements(), static_cast<float>(length)) == y.data().count(),
+                                 "test", "rows", "those of this batch", "others");
+                };
+                std::size_t most = 0;
+                for (index_t length = 1; length <= 1100; ++length) {
+                    step(length);
+                    most = std::max(most, comm.agreed().size());
+                }
+                for (index_t const length : {1099, 1, 1100, 2}) step(length);
+                cpx::require(most == 1024, "test", "fingerprints", 1024, most);
+                step(comm.rank() == 1 ? 3 : 4); // both forgotten
+            });
+        });
+        CHECK_MESSAGE(holds(text, "ranks disagree on offset 2 of cu_seqlens"), text);
+        CHECK_MESSAGE(holds(text, "7 (ranks 0 2), 6 (rank 1)"), text);
+    }
+
     TEST_CASE("a buffer that does not fit is rejected on its rank, and the others learn who that is") {
         auto const a = cpx::shard(batch, cpx::zigzag<>{2});
         auto const b = cpx::shard(batch, cpx::sequential<>{2});

@@ -166,6 +166,16 @@ TEST_SUITE("transport") {
                     hand_on(series, 4, [&](index_t k, cpx::side s) { return series.plan().step(k, s); });
                     hand_on(scans, 2, [&](index_t k, cpx::side s) { return scans.plan().step(k, s, 4, 6); });
                 }
+            if constexpr (cpx::transport<std::remove_cvref_t<decltype(comm)>>) {
+                CHECK(halos.rows_of() == std::pair(halos.plan().source_rows, halos.plan().target_rows));
+                for (index_t const k : {index_t{-1}, index_t{99}}) {
+                    rejects({"memory.cpp", "movement: exchange: expected less than 1, got " + std::to_string(k)},
+                            [&] { static_cast<void>(halos.rows_of(k)); });
+                    rejects({"memory.cpp", "movement: exchange: expected less than " +
+                                               std::to_string(series.plan().steps) + ", got " + std::to_string(k)},
+                            [&] { static_cast<void>(series.rows_of(k)); });
+                }
+            }
             rejects({"memory.cpp", "tensor: elements of the sharding: expected not negative"}, [&] {
                 cpx::tensor<float, decltype(to(lengths({5})))>(to(lengths({5})), 0, -2, cpx::host_memory(), 100);
             });

@@ -245,6 +245,35 @@ TEST_SUITE("transport") {
         CHECK(first.missing() == " 11");
     }
 
+    TEST_CASE("plans that differed in a call are told, though later ones do not, until a wait is over") {
+        cpx::roll_call first(page(), 0, numbers(2)), second(page(), 1, numbers(2));
+        auto const run = [](cpx::roll_call& call, std::uint64_t tokens) {
+            cpx::identity plan;
+            plan[cpx::identity::tokens] = tokens;
+            call.runs(plan);
+            call.begin_call();
+        };
+        std::string const told = ": tokens 30 on rank 10, 36 on rank 11";
+        run(first, 24), run(second, 24);
+        CHECK(first.differences() == "");
+        run(first, 30), run(second, 36);
+        run(first, 48), run(second, 48);
+        CHECK(first.differences() == told);
+        CHECK(second.differences() == told);
+        first.waited();
+        CHECK(first.differences() == "");
+        CHECK(second.differences() == told); // which has not waited
+
+        run(first, 60);
+        CHECK(first.differences() == ""); // the other has not come so far
+        second.begin_call();              // and goes on by the plan before, which it need not set
+        CHECK(first.differences() == ": tokens 60 on rank 10, 48 on rank 11");
+        first.waited();
+        CHECK(first.differences() == ": tokens 60 on rank 10, 48 on rank 11"); // of the next call
+        for (int i = 0; i < 20; ++i) run(first, 72), run(second, 72);          // more than a page keeps
+        CHECK(first.differences() == "");
+    }
+
     TEST_CASE("who has not come is missing until everyone is here; then it is on another host") {
         cpx::roll_call call(page(), 0, numbers(3));
         CHECK(call.missing() == " 11 12");

@@ -64,9 +64,7 @@ template <class... P>
 bool has_core_memory(void (*kernel)(P...), int bytes, caller here) {
     cudaFuncAttributes code{};
     check(cudaFuncGetAttributes(&code, kernel), "cudaFuncGetAttributes", here);
-    int most = 0;
-    check(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, current_device()),
-          "cudaDeviceGetAttribute", here);
+    int const most = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, here);
     return code.ptxVersion >= 80 && bytes + static_cast<int>(code.sharedSizeBytes) <= most;
 }
 

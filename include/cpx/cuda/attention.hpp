@@ -47,18 +47,15 @@ struct attention_rows {
 /// backward their gradients, to the precision of T before they multiply; plain kernels round results only.
 template <gpu_number T>
 attention_path attention_path_of(index_t dim, caller here = caller::here()) {
-    if constexpr (sizeof(T) == 2) {
-        if (dim % 8 != 0 || dim > 256) return attention_path::plain;
-        bool fits = false;
+    bool fits = false;
+    if constexpr (sizeof(T) == 2)
         detail::with_core_columns(dim, [&](auto D) {
             namespace attention = kernels::attention;
             constexpr int wanted = std::max(attention::backward_queries_memory<D>, attention::backward_keys_memory<D>);
-            fits = detail::has_core_memory(kernels::attend_backward_queries_on_cores<T, D>, wanted, here);
+            fits = dim % 8 == 0 && dim <= 256 &&
+                   detail::has_core_memory(kernels::attend_backward_queries_on_cores<T, D>, wanted, here);
         });
-        return fits ? attention_path::tensor_cores : attention_path::plain;
-    } else {
-        return attention_path::plain;
-    }
+    return fits ? attention_path::tensor_cores : attention_path::plain;
 }
 
 namespace detail {

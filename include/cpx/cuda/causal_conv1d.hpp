@@ -103,17 +103,12 @@ struct convolved {
     /// Returns it as the kernels want it.
     kernels::conv_input<T> given(conv_plan const& plan) const {
         kernels::conv_input<T> in{};
-        in.rows = plan.rows();
-        in.channels = weight.count();
-        in.segments = static_cast<int>(plan.segments());
-        in.x = conv_view(x);
-        in.halo = conv_view(halo);
-        in.weight = weight.data();
+        in.rows = plan.rows(), in.channels = weight.count();
+        in.segments = static_cast<int>(plan.segments()), in.taps = static_cast<int>(plan.taps());
+        in.x = conv_view(x), in.halo = conv_view(halo);
+        in.weight = weight.data(), in.weight_stride = weight.stride();
         in.bias = bias.empty() ? nullptr : bias.data();
-        in.weight_stride = weight.stride();
-        in.first = plan.first();
-        in.before = plan.before();
-        in.taps = static_cast<int>(plan.taps());
+        in.first = plan.first(), in.before = plan.before();
         in.float_weight = std::same_as<W, float>;
         return in;
     }

@@ -172,10 +172,11 @@ public:
     }
     template <class F>
     void set(typename kind::batch const& of, F&& plan_of, caller here) {
+        if (comes_back_) require_no_capture(here); // first: what is refused changes nothing
         set(*there_, of, plan_of, false, here);
         now_ = of;
         back_is_set_ = false;
-        if (back_ && comes_back_) set_back(plan_of, here);
+        if (comes_back_) set_back(plan_of, here);
     }
     template <class F>
     void operator()(F&& plan_of, bool back, index_t number, rows<T const> const& from, rows<T> const& to, caller here) {
@@ -196,14 +197,13 @@ private:
     void set_back(F&& plan_of, caller here) {
         comes_back_ = through() != nullptr;
         if (back_is_set_) return;
-        if (comes_back_) {
-            cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
-            check(cudaStreamIsCapturing(comm_.stream(), &capturing), "cudaStreamIsCapturing", here);
-            require(capturing == cudaStreamCaptureStatusNone, "movement", "stream of the first call back of a batch",
-                    "one that does not capture", "a capture", here);
-        }
+        if (comes_back_) require_no_capture(here);
         set(*back_, now_, plan_of, true, here);
         back_is_set_ = true;
+    }
+    void require_no_capture(caller here) const {
+        require(!captures(comm_.stream(), here), "movement", "stream of the first call back of a batch",
+                "one that does not capture", "a capture", here);
     }
     peer_resource* through() const {
         constexpr bool moves_little =

@@ -46,8 +46,7 @@ public:
         }
         auto& tables = now_.tables;
         device_ = current_device();
-        check(cudaDeviceGetAttribute(&multiprocessors_, cudaDevAttrMultiProcessorCount, device_),
-              "cudaDeviceGetAttribute", here);
+        multiprocessors_ = device_attribute(cudaDevAttrMultiProcessorCount, here);
         // a row after a segment of another one is an edge row, of as many places as there are taps
         index_t const a_segment = 1 + reach_ + (after ? reach_ + reach_ * taps() : 0);
         tables.resize(static_cast<std::size_t>(std::max(std::ssize(tables), most.segments * a_segment + 1)));

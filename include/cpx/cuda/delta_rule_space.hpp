@@ -32,11 +32,7 @@ bool has_delta_hopper() {
     return code.numRegs > 64;
 }
 
-inline int multiprocessors() {
-    int count = 0;
-    check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, current_device()), "cudaDeviceGetAttribute");
-    return count;
-}
+inline int multiprocessors() { return device_attribute(cudaDevAttrMultiProcessorCount); }
 
 /// Whether as many blocks keep the multiprocessors busy.
 inline bool fills_multiprocessors(index_t blocks) { return 10 * blocks >= 9 * multiprocessors(); }

@@ -14,7 +14,6 @@
 #include <cpx/transport/nccl.hpp>
 
 #include <algorithm>
-#include <cstring>
 #include <optional>
 #include <span>
 #include <tuple>
@@ -85,7 +84,7 @@ public:
         static_cast<void>(comm.others(here)); // allocated now, not in a capture
         if (of.through) {
             window_.emplace(*of.through, most.staged, here);
-            if constexpr (addable) window_->load(kernels::add_rectangles<T>, here);
+            if constexpr (addable) detail::load(kernels::add_rectangles<T>, here);
         } else {
             wires_.emplace(comm, most.staged, here);
             wires_->connect(made.plans, of.room.has_value(), here);
@@ -116,10 +115,7 @@ public:
     void set(std::span<plan const> plans, thd const& batch, detail::batch_tables& to, caller here = caller::here()) {
         auto made = make(plans, true, here);
         std::uint64_t const word = word_of(plans);
-        cpx::detail::lane_work work{.numbers = {words_job(word)}};
-        work.put(list(), std::span<kernels::rectangle const>(made.list));
-        put_slots(made, work);
-        if (to.add(batch, std::move(work), here)) return commit(std::move(made), false);
+        if (to.add(batch, work_of(made, word), here)) return commit(std::move(made), false);
         to.write(here); // of the batch before, perhaps
         put(std::move(made), word, false, to.stream(), here);
     }
@@ -165,9 +161,7 @@ public:
         cpx::detail::check_buffers(where, from, {source.rows, source.width}, to, {target.rows, target.width}, here);
         require_there("source", from, source, here);
         require_there("target", to, target, here);
-        cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
-        check(cudaStreamIsCapturing(stream, &capturing), "cudaStreamIsCapturing", here);
-        bool const captured = capturing != cudaStreamCaptureStatusNone;
+        bool const captured = captures(stream, here);
         auto *const x = reinterpret_cast<char*>(const_cast<T*>(from.data())), *const y =
                                                                                   reinterpret_cast<char*>(to.data());
         window_ ? store(number, back, x, y, captured, stream, here) : send(p, back, x, y, captured, stream, here);
@@ -242,18 +236,19 @@ private:
                 made.staged, here);
         return made;
     }
-    /// Gives tables and their word to the device, in the order of the stream. `compared`: no rank has others.
+    /// Returns what writes tables and their word.
+    cpx::detail::lane_work work_of(tables const& made, std::uint64_t word) const {
+        cpx::detail::lane_work work{.numbers = {words_job(word)}};
+        work.put(list(), std::span<kernels::rectangle const>(made.list));
+        put_slots(made, work);
+        return work;
+    }
+    /// Writes all that in the order of the stream. `compared`: no rank has others.
     void put(tables made, std::uint64_t word, bool compared, cudaStream_t stream, caller here) {
-        std::size_t const before = static_cast<std::size_t>(head()) / sizeof word,
-                          bytes = made.list.size() * sizeof(kernels::rectangle);
-        std::vector<index_t> numbers(before + bytes / sizeof word, static_cast<index_t>(word));
-        if (slots_ > 0) {
-            auto known = made.known_to_kernels();
-            known.resize(static_cast<std::size_t>(slots_));
-            std::memcpy(reinterpret_cast<char*>(numbers.data()) + words(), known.data(), head() - words());
-        }
-        if (bytes > 0) std::memcpy(numbers.data() + before, made.list.data(), bytes);
-        write_numbers(numbers, reinterpret_cast<index_t*>(list_.data()), stream, here);
+        index_t const bytes = head() + std::ssize(made.list) * static_cast<index_t>(sizeof(kernels::rectangle));
+        auto* const begin = reinterpret_cast<index_t*>(list_.data());
+        auto const numbers = work_of(made, word).written(begin, bytes / static_cast<index_t>(sizeof *begin));
+        write_numbers(numbers, begin, stream, here);
         commit(std::move(made), compared);
     }
     /// Returns the word by which ranks compare plans, and says which they are; an `id_of(i)` that stays is hashed once.
@@ -368,12 +363,14 @@ private:
         kernels::rectangle_buffers const buffers{{back ? y : x, back ? x : y, window_->data(), window_->data()}};
         auto const move = [&](auto kernel, unsigned block, launch_size size, kernels::list_part const& part,
                               kernels::list_part const* next, auto const&... more) {
+            kernels::rectangle_list const moved{
+                .list = list(), .back = back, .early = true, .part = &part, .next = next};
             if (captured || size.slices > 0)
-                launch_early(kernel, captured ? 256U : grid(size), block, 0, stream, "unpacks", here,
-                             kernels::rectangle_list{list(), 0, 0, back, true, &part, next}, buffers, more...);
+                launch_early(kernel, captured ? 256U : grid(size), block, 0, stream, "unpacks", here, moved, buffers,
+                             more...);
         };
         cpx::detail::message_tables const& t = p.tables;
-        launch_size const both{0, t.keep.slices + (back ? t.pack : t.unpack).slices};
+        launch_size const both{.slices = t.keep.slices + (back ? t.pack : t.unpack).slices};
         if (!p.sums)
             return move(kernels::copy_rectangles<>, 512, both, back ? slot->pack : slot->keep,
                         back ? &slot->keep : &slot->unpack, kernels::word_check{});

@@ -40,6 +40,12 @@ void launch_kernel(bool early, void (*kernel)(P...), dim3 grid, dim3 block, std:
     check(cudaLaunchKernelEx(&config, kernel, arguments...), what, here);
 }
 
+/// Loads a kernel now: if its first launch loads it, that waits for kernels that wait for what is behind it.
+void load(auto* kernel, caller here) {
+    cudaFuncAttributes loaded{};
+    check(cudaFuncGetAttributes(&loaded, kernel), "cudaFuncGetAttributes", here);
+}
+
 } // namespace detail
 
 /// Launches a kernel. `shared`: bytes of dynamic shared memory, at most those that the device has. Can be captured.

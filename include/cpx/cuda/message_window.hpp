@@ -20,11 +20,6 @@ public:
         load(kernels::push_messages<>, here);
         load(kernels::copy_rectangles<>, here);
     }
-    /// Loads a kernel now: if its first launch loads it, that waits for kernels that wait for what is behind it.
-    static void load(auto* kernel, caller here) {
-        cudaFuncAttributes loaded{};
-        check(cudaFuncGetAttributes(&loaded, kernel), "cudaFuncGetAttributes", here);
-    }
 
     char* data() { return landing_.data(); }
     index_t bytes() const { return landing_.size(); }

@@ -64,7 +64,7 @@ public:
     void connect(std::vector<ready_plan> const& plans, bool all, caller here) {
         std::vector<wire> sends, receives;
         for (int peer = 0; all && peer < comm_.ranks(); ++peer)
-            if (peer != comm_.rank()) sends.push_back({peer, 0, 0, 1});
+            if (peer != comm_.rank()) sends.push_back({.peer = peer, .bytes = 1});
         if (all) receives = sends;
         for (std::size_t i = 0; !all && i < plans.size(); ++i) {
             auto const& t = plans[i].tables;

@@ -64,26 +64,16 @@ public:
         require(found_ != nullptr, where, "cudaHostAlloc", "success", "a failure", here);
 
         work_.slots = reinterpret_cast<kernels::media_slot*>(slots_.data());
-        work_.order = slots_.data() + slot_numbers();
-        work_.first = work_.order + all;
+        work_.order = slots_.data() + slot_numbers(), work_.first = work_.order + all;
         work_.counts = reinterpret_cast<media_count*>(counts_.data());
-        work_.tiles = sums_.data();
-        work_.before = sums_.data() + tiles + 1;
-        work_.placed = placed_.data();
-        work_.deltas = numbers_.data();
-        work_.origins = numbers_.data() + most.sequences;
-        work_.grids[0] = grids_.data();
-        work_.grids[1] = grids_.data() + most.images + 1;
-        work_.axes = rows_.data();
-        work_.held[0] = rows_.data() + 3 * most.rows;
-        work_.held[1] = rows_.data() + 4 * most.rows;
-        work_.found = found_.get();
-        work_.stride = most.rows;
-        work_.merge = of.merge;
-        work_.tokens_per_second = of.tokens_per_second;
-        work_.rule = of.rule;
-        work_.slot_count = static_cast<int>(most.segments);
-        work_.places = static_cast<int>(all);
+        work_.tiles = sums_.data(), work_.before = sums_.data() + tiles + 1;
+        work_.placed = placed_.data(), work_.found = found_.get();
+        work_.deltas = numbers_.data(), work_.origins = numbers_.data() + most.sequences;
+        work_.grids[0] = grids_.data(), work_.grids[1] = grids_.data() + most.images + 1;
+        work_.axes = rows_.data(), work_.stride = most.rows;
+        work_.held[0] = rows_.data() + 3 * most.rows, work_.held[1] = rows_.data() + 4 * most.rows;
+        work_.merge = of.merge, work_.tokens_per_second = of.tokens_per_second, work_.rule = of.rule;
+        work_.slot_count = static_cast<int>(most.segments), work_.places = static_cast<int>(all);
         work_.sequences = static_cast<int>(most.sequences);
     }
 

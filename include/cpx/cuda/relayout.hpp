@@ -70,10 +70,7 @@ public:
         auto const groups = sections.empty() ? std::span(&whole, 1) : sections;
         require(std::ssize(groups) <= kernels::most_sections, "cuda::relayout", "sections",
                 detail::in_words("at most ", kernels::most_sections), groups.size(), here);
-        // Loads the kernel now: if its first launch loads it, that waits for kernels that wait for this one.
-        cudaFuncAttributes loaded{};
-        check(cudaFuncGetAttributes(&loaded, kernels::relayout_push<source_side, target_side>), "cudaFuncGetAttributes",
-              here);
+        detail::load(kernels::relayout_push<source_side, target_side>, here);
         index_t const element = static_cast<index_t>(sizeof(T));
         source_width_ = sections.empty() ? width : plan.source_width;
         runs_ = static_cast<int>(groups.size());
@@ -144,9 +141,7 @@ public:
         detail::require_memory(where, {{"source", from}, {"offsets", batch}}, here);
         std::span const target(memory.base[memory.meeting.rank] + offset, static_cast<std::size_t>(target_bytes()));
         detail::require_apart(where, {{"target", target}}, {{"source", from}, {"offsets", batch}}, here);
-        int most = 0;
-        check(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, memory.device),
-              "cudaDeviceGetAttribute", here);
+        int const most = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, here);
         require(tables(memory, batch) + 1024 <= static_cast<std::size_t>(most), where, "sequences",
                 detail::in_words("few enough for tables of ", most - 1024, " bytes"), std::ssize(batch) - 1, here);
     }
@@ -155,15 +150,11 @@ public:
     kernels::relayout_rows arguments(rows<T const> from, peer_memory const& memory, index_t offset,
                                      std::span<index_t const> batch) const {
         kernels::relayout_rows r{};
-        r.offsets = batch.data();
-        r.sequences = static_cast<int>(std::ssize(batch)) - 1;
-        r.words = words_;
-        r.target = {offset, memory.bytes};
-        r.first = memory.first;
-        r.runs = runs_;
-        r.source = reinterpret_cast<char const*>(from.data());
+        r.offsets = batch.data(), r.sequences = static_cast<int>(std::ssize(batch)) - 1;
+        r.words = words_, r.runs = runs_;
+        r.target = {offset, memory.bytes}, r.first = memory.first;
+        r.source = reinterpret_cast<char const*>(from.data()), r.source_rows = from.count();
         r.source_pitch = from.stride() * static_cast<index_t>(sizeof(T));
-        r.source_rows = from.count();
         index_t widest = 0; // of what a peer gets of a row; a thread is to hold 8 vectors of it at a time
         for (int peer = 0; peer < memory.meeting.ranks; ++peer) {
             peer_target const& p = targets_[static_cast<std::size_t>(memory.first + peer)];

@@ -241,15 +241,11 @@ void rotary(char const* where, std::span<rotated<T> const> tensors, index_t head
     for (auto const& [x, y] : tensors)
         if (x.width() > 0) bytes |= address(x.data()) | address(y.data()) | row_bytes(x) | row_bytes(y);
     bool const moves = std::ranges::any_of(tensors, [](auto const& t) { return t.x.data() != t.y.data(); });
-    call.positions = positions.view();
-    call.turns = pairs.turns();
-    call.axes = pairs.axes();
+    call.positions = positions.view(), call.turns = pairs.turns(), call.axes = pairs.axes();
     call.head_bytes = static_cast<int>(head_dim * element);
-    call.half = static_cast<int>(half);
-    call.rotated = static_cast<int>(2 * half);
+    call.half = static_cast<int>(half), call.rotated = static_cast<int>(2 * half);
     call.others = moves ? static_cast<int>(head_dim - 2 * half) : 0;
-    call.direction = direction;
-    call.round_each = pairs.how() == rounding::round_each_op;
+    call.direction = direction, call.round_each = pairs.how() == rounding::round_each_op;
 
     kernels::with_bytes<sizeof(T)>(vector_bytes({bytes}), [&](auto size) {
         constexpr int at_once = size / static_cast<int>(sizeof(T)), threads = kernels::rotary_threads;

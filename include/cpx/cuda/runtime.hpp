@@ -38,6 +38,13 @@ inline int current_device() {
     return device;
 }
 
+/// Returns an attribute of the current device.
+inline int device_attribute(cudaDeviceAttr of, caller here = caller::here()) {
+    int value = 0;
+    check(cudaDeviceGetAttribute(&value, of, current_device()), "cudaDeviceGetAttribute", here);
+    return value;
+}
+
 inline void use_device(int device, caller here = caller::here()) {
     check(cudaSetDevice(device), "cudaSetDevice", here);
 }
@@ -50,6 +57,12 @@ inline int device_of(void const* pointer) {
         return -1;
     }
     return attributes.type == cudaMemoryTypeDevice || attributes.type == cudaMemoryTypeManaged ? attributes.device : -1;
+}
+
+inline bool captures(cudaStream_t stream, caller here = caller::here()) {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    check(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing", here);
+    return status != cudaStreamCaptureStatusNone;
 }
 
 namespace detail {

@@ -19,7 +19,7 @@ class shared_plans;
 /// A `communicator` with memory that peers write, into which its movements relay out: their targets are made by
 /// `movement::make_tensor`. Where all ranks reach each other, halos and carries go there, too, also those of operators:
 /// whoever brings them takes as many bytes of it as one exchange takes, or brings, at most. What it does otherwise is
-/// as a `communicator` does. The memory outlives it.
+/// as a `communicator` does. The memory outlives it; of several on one memory, events order the streams.
 class shared_communicator : public communicator {
 public:
     template <class T, class Plan>
@@ -106,11 +106,8 @@ private:
     void push(Kernel const& move, rows<T const> from, rows<T> to, F&& send, caller here) {
         if (to.width() == 0 || most_.rows == 0) return; // on all ranks
         comm_.tables().write(here);
-        cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
-        check(cudaStreamIsCapturing(comm_.stream(), &capturing), "cudaStreamIsCapturing", here);
-        bool const captured = capturing != cudaStreamCaptureStatusNone;
         shared_memory& shared = comm_.shared();
-        if (captured) {
+        if (captures(comm_.stream(), here)) {
             require(shared.one_kernel(), "movement", "stream", "one that does not capture, unless one kernel moves all",
                     "a capture", here);
             from = {from.data(), most_.rows, from.width(), from.stride()}; // of any batch that is replayed

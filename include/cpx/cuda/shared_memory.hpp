@@ -19,8 +19,8 @@ namespace cpx::cuda {
 /// Each rank allocates and frees as it likes: where a target is, its rank tells the others in the call. Neighbouring
 /// ranks of a host that reach each other's memory (NVLink) are a group, in which one kernel moves rows; to and from
 /// other groups they are sent and received, also where ranks are dealt to hosts in turn. The ranks agree on the groups
-/// when the memory is made.
-/// Made and freed by all ranks in the same order.
+/// when the memory is made. Made and freed by all ranks in the same order. Calls through one memory are in one stream,
+/// or in streams that events order: their kernels meet at the same flags, and what is freed is free at once.
 class shared_memory final : public peer_resource {
 public:
     /// `most`: ranks of a group, 1 to send and receive between all. `blocks`: of a kernel, one a multiprocessor at

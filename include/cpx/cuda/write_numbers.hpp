@@ -103,13 +103,12 @@ private:
 
 } // namespace detail
 
-/// Loads what `write_numbers` and `list_lanes` launch: if first launches did, those might wait for the device.
+/// Loads what `write_numbers` and `list_lanes` launch.
 inline void load_write_numbers(caller here = caller::here()) {
-    cudaFuncAttributes loaded{};
     for (std::size_t const count : {std::size_t{256}, std::size_t{640}, std::size_t{1600}, std::size_t{4000}})
         detail::with_room(count, [&](auto most) {
-            check(cudaFuncGetAttributes(&loaded, kernels::write_numbers<most>), "cudaFuncGetAttributes", here);
-            check(cudaFuncGetAttributes(&loaded, kernels::list_lanes<most>), "cudaFuncGetAttributes", here);
+            detail::load(kernels::write_numbers<most>, here);
+            detail::load(kernels::list_lanes<most>, here);
         });
 }
 

@@ -126,6 +126,17 @@ struct lane_work {
         of_listed.resize(before + count);
         if (count > 0) std::memcpy(of_listed.data() + before, values.data(), values.size_bytes());
     }
+    /// Returns what the kernel writes, without lanes and offsets, of `count` numbers from `begin` on; elsewhere zeros.
+    std::vector<index_t> written(index_t const* begin, index_t count) const {
+        std::vector<index_t> all(static_cast<std::size_t>(count));
+        for (number_job const& job : numbers) std::fill_n(all.begin() + (job.to - begin), job.count, job.number);
+        auto next = of_listed.begin();
+        for (listed_job const& job : listed) {
+            std::copy_n(next, job.count, all.begin() + (job.to - begin));
+            next += job.count;
+        }
+        return all;
+    }
     void add(lane_work const& more) {
         auto const before = static_cast<int>(std::ssize(lanes)), exchanges = static_cast<int>(std::ssize(cells));
         for (lane_job job : more.jobs) {

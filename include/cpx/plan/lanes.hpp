@@ -207,7 +207,7 @@ std::vector<lane_plan> scan_lanes(P const& layout, int unit, int rank, int state
     for (int reach = 1; reach < length; reach *= 2) {
         lane_plan p{.rank = rank, .kind = flow::copies, .cells = {.of = cut_runs::states, .least = least}};
         auto const lane_of = [&](int other, bool has_map) {
-            return lane{holders[static_cast<std::size_t>(other)], 0, 0, 0, state_rows + (has_map ? map_rows : 0)};
+            return lane{.peer = holders[static_cast<std::size_t>(other)], .to = state_rows + (has_map ? map_rows : 0)};
         };
         for (int i = 0; i < length; ++i) {
             int const level = back ? length - 1 - i : i; // a rank's segments are in token order

@@ -32,8 +32,8 @@ struct rectangle {
 
 /// What is sent to a peer or received from it: bytes of one of a launch's buffers.
 struct wire {
-    int peer, buffer;
-    index_t offset, bytes;
+    int peer = 0, buffer = 0;
+    index_t offset = 0, bytes = 0;
 };
 
 /// Adds a run to those that it may go on from.

@@ -90,7 +90,8 @@ void compare(char const* where, identity const& mine, thd const& batch, int rank
 
 } // namespace detail
 
-/// Lets all ranks compare what they are about to run, once for each fingerprint: `mine`, made from `of`.
+/// Lets all ranks compare what they are about to run, once for each fingerprint: `mine`, made from `of`. After
+/// 1024 fingerprints all ranks forget them, and compare again what comes again.
 ///
 /// Collective. Throws `cpx::error` on every rank, before anything moves, naming the first field in which the ranks
 /// differ, of batches the first offset, of long tables the first owner, and who has which value. Cost, the first time:
@@ -108,6 +109,7 @@ void agree(Comm& comm, identity const& mine, plan const& of, caller here = calle
         where.c_str(), mine, of.batch, comm.ranks(),
         [&](void const* own, void* all, std::size_t bytes) { detail::gather(comm, id, own, all, bytes, here); }, here,
         of.source_settings, of.target_settings);
+    if (comm.agreed().size() >= 1024) comm.agreed().clear(); // on all ranks: they have agreed on the same
     comm.agreed().insert(mine.fingerprint());
 }
 template <class X = detail::any>

@@ -68,8 +68,9 @@ inline constexpr bool is_relayout = requires(Plan const& p) { p.to; };
 /// Moves rows of T by `relayout_plan`s, `halo_plan`s or `carry_plan`s, whichever batch they are of.
 ///
 /// Made once, by all ranks: on devices it connects them and reserves memory for `most`. The plan of another batch is
-/// made by `set`, or by a call with tensors of that batch: on the host, without device memory, and without a wait for
-/// the device or another rank. Belongs to one thread; the transport outlives it.
+/// made by `set`, or by a call with tensors of that batch: on the host, without device memory or a wait. On threads and
+/// over MPI all ranks compare a new plan in its first call (see `agree`), for ranks that have no rows for each other
+/// would not hear that theirs differ. Belongs to one thread; the transport outlives it.
 template <class T, class Plan, any_transport Comm>
 class movement {
     using kind = detail::moved<Plan>;
@@ -84,7 +85,7 @@ public:
 
     /// Makes ready for another batch, unless it is the last one. Every rank does so, none waits. Throws `cpx::error` if
     /// it has other ranks or sections than this movement was prepared for, or more rows or sequences; then all is as
-    /// before. If ranks have different batches, the wait after the next call says so.
+    /// before. If ranks have different batches, the next call says so, on devices the wait after it.
     ///
     /// On devices the host counts rows of messages, where lanes tell what moves, or lists runs of rows: of a halo or a
     /// carry over the batch or beside sequences shorter than chunks times (reach + unit of the cut); of a relayout over
@@ -129,7 +130,7 @@ public:
     /// Moves this rank's rows of `from` to where they belong in everybody's `to`; they must not overlap. Collective.
     ///
     /// Throws `cpx::error` before anything moves if tensors and batches do not fit each other, or not what this
-    /// movement was prepared for; later, at the next wait, if ranks have different batches.
+    /// movement was prepared for, or on the host if ranks have different batches; on devices the next wait tells that.
     template <sharded_anywhere X, sharded_anywhere Y>
         requires detail::is_relayout<Plan>
     void operator()(X const& from, Y&& to, caller here = caller::here()) {
@@ -146,6 +147,7 @@ public:
     std::pair<index_t, index_t> rows_of(index_t k = 0, caller here = caller::here())
         requires(!detail::is_relayout<Plan>)
     {
+        require_exchange(k, here);
         return prepared_.rows_of([&]() -> Plan const& { return plan(here); }, k, here);
     }
 
@@ -169,8 +171,7 @@ public:
     }
     /// Runs exchange `k` of a carry, from the segments before or after. Collective.
     void operator()(index_t k, side from, rows<T const> given, rows<T> got, caller here = caller::here()) {
-        require(k >= 0 && (!listed_ || k < plan_.steps), "movement", "exchange", // else what is prepared knows how many
-                detail::in_words("less than ", plan_.steps), k, here);
+        require_exchange(k, here);
         run(from == side::after, k, given, got, here);
     }
 
@@ -250,6 +251,12 @@ private:
                 detail::in_words("at most ", most.rows, ", ", most.sequences),
                 detail::in_words(exactly, ", ", sequences), here);
     }
+    void require_exchange(index_t k, caller here) const {
+        index_t count = 1;
+        if constexpr (requires { plan_.steps; }) count = plan_.steps;
+        require(k >= 0 && (!listed_ || k < count), "movement", "exchange", // else what is prepared knows how many
+                detail::in_words("less than ", count), k, here);
+    }
     /// Throws unless shardings have the ranks and sections of others.
     template <std::size_t... I>
     static void require_alike(typename kind::batch const& shardings, typename kind::batch const& like,
@@ -298,8 +305,7 @@ private:
                       "cpx: movement into a tensor that is not sharded as its target; make it for the tensor's "
                       "kind of sharding");
         static_assert(!source || !target || writes,
-                      "cpx: movement wants tensors of its elements, and a target that is not const and has a "
-                      "name");
+                      "cpx: movement wants tensors of its elements, and a target that is not const and has a name");
         static_assert(!writes || there,
                       "cpx: movement of tensors in another memory than that of the transport's ranks; make them "
                       "with make_tensor<T>(sharding, comm, width)");

@@ -194,8 +194,8 @@ public:
         present_->begin_call();
     }
 
-    /// Says by which plan this rank moves rows from now on: where ranks wait for each other, it tells who has another,
-    /// and in what they differ.
+    /// Says by which plan this rank moves rows from its next call on: where ranks wait for each other, it tells who has
+    /// another, and in what they differ.
     void runs(identity const& id) { present_->runs(id); }
     /// Returns a number for every rank, for kernels to write: not 0 if it moves rows by another plan, as the next wait
     /// reports.
@@ -238,9 +238,10 @@ public:
         std::string names;
         for (int r = 0; others_ && r < ranks_; ++r) // the device has done what was to find them
             if (std::exchange(others_.get()[r], 0u)) names += ' ' + std::to_string(number(r));
+        if (!names.empty()) names += present_->differences();
+        present_->waited();
         if (!names.empty())
-            throw error("nccl", "plan by which rows move", "that of this rank",
-                        "another on ranks" + names + present_->differences(), here);
+            throw error("nccl", "plan by which rows move", "that of this rank", "another on ranks" + names, here);
     }
     /// Waits until `event` has been reached, or at once if it was never recorded; leaves what was found to the above.
     void wait(cudaEvent_t event, caller here = caller::here()) {

@@ -56,7 +56,7 @@ public:
         for (int r = 0; r < ranks(); ++r)
             before_.push_back(alive(r) ? person{} : person{entries_[r].process.load(), entries_[r].began.load()});
         mine().calls.store(0);
-        for (auto& word : mine().plan) word.store(0);
+        for (auto& [after, plan] : mine().plans) after.store(0);
         mine().fate.store(fate::well);
         mine().began.store(detail::look_at(::getpid()).began);
         mine().process.store(static_cast<std::int64_t>(::getpid()));
@@ -80,28 +80,37 @@ public:
     /// Returns whether all ranks are on this host, once everyone has come.
     bool all_on_this_host() const { return std::ranges::find(here_, false) == here_.end(); }
     void begin_call() { mine().calls.fetch_add(1); }
-    /// Says by which plan this rank moves rows from now on.
+    /// Says by which plan this rank moves rows from its next call on.
     void runs(identity const& id) {
+        std::uint64_t const calls = mine().calls.load();
+        if (std::exchange(set_after_, calls) != calls) last_ = (last_ + 1) % mine().plans.size();
         auto const words = std::bit_cast<plan_words>(id);
-        for (std::size_t i = 0; i < words.size(); ++i)
-            if (std::exchange(plan_[i], words[i]) != words[i])
-                mine().plan[i].store(words[i], std::memory_order_relaxed);
+        auto& [after, plan] = mine().plans[last_];
+        after.store(0);
+        for (std::size_t i = 0; i < words.size(); ++i) plan[i].store(words[i], std::memory_order_relaxed);
+        after.store(calls + 1);
     }
+    /// Says that all calls so far have been waited for: `differences` leaves them out.
+    void waited() { waited_ = mine().calls.load(); }
     /// Returns ": tokens 24 on rank 0, 30 on rank 1", the first field in which the plans of this host's ranks differ
-    /// from this one's; "" if there is none.
+    /// from this one's, in the first call of the last ones in which that is known; "" if there is none.
     std::string differences() const {
-        identity const own = plan_of(rank_), none{};
-        detail::difference first(own, own);
-        for (int r = 0; r < ranks() && first.empty() && own != none; ++r)
-            if (plan_of(r) != none) first = detail::difference(own, plan_of(r));
-        if (first.empty()) return "";
-        std::string text = ": " + first.name();
-        for (int r = 0; r < ranks(); ++r)
-            if (plan_of(r) != none)
-                text += ' ' + first.value(plan_of(r)) + " on rank " +
-                        std::to_string(numbers_[static_cast<std::size_t>(r)]) + ',';
-        text.pop_back();
-        return text;
+        std::uint64_t const now = mine().calls.load();
+        for (auto calls = std::max(waited_, now - std::min<std::uint64_t>(now, 1000)); calls <= now; ++calls) {
+            std::vector<identity> plans;
+            for (int r = 0; r < ranks(); ++r) plans.push_back(plan_of(r, calls));
+            identity const own = plans[static_cast<std::size_t>(rank_)], none{};
+            auto const other = std::ranges::find_if(plans, [&](auto const& p) { return p != none && p != own; });
+            if (own == none || other == plans.end()) continue;
+            detail::difference const first(own, *other);
+            std::string text = ": " + first.name();
+            for (std::size_t r = 0; r < plans.size(); ++r)
+                if (plans[r] != none)
+                    text += ' ' + first.value(plans[r]) + " on rank " + std::to_string(numbers_[r]) + ',';
+            text.pop_back();
+            return text;
+        }
+        return "";
     }
 
     /// Returns whether `rank` is alive on this host, once everyone has come.
@@ -142,11 +151,15 @@ private:
     static constexpr std::int64_t gone = -1;
     using plan_words = std::array<std::uint64_t, sizeof(identity) / sizeof(std::uint64_t)>;
     enum class fate : std::int64_t { well, gave_up, failed };
+    struct plan_since {
+        std::atomic<std::uint64_t> after; ///< one more than the calls before, 0 of none
+        std::array<std::atomic<std::uint64_t>, plan_words().size()> words; ///< as `identity`
+    };
     struct entry {
         std::atomic<std::int64_t> process;
         std::atomic<std::uint64_t> began, calls;
         std::atomic<roll_call::fate> fate;
-        std::array<std::atomic<std::uint64_t>, plan_words().size()> plan; ///< as `identity`; zeros: none
+        std::array<plan_since, 8> plans; ///< the last of this rank, one after each number of calls
     };
     static_assert(std::atomic<std::int64_t>::is_always_lock_free && std::atomic<fate>::is_always_lock_free);
 
@@ -174,11 +187,18 @@ private:
         return lives ? said == fate::failed : said != fate::gave_up;
     }
 
-    identity plan_of(int rank) const {
-        plan_words words;
-        for (std::size_t i = 0; i < words.size(); ++i)
-            words[i] = entries_[rank].plan[i].load(std::memory_order_relaxed);
-        return std::bit_cast<identity>(words);
+    /// Returns by which plan a rank moves rows after so many calls; none, if that is not known, or it is yet to say so.
+    identity plan_of(int rank, std::uint64_t calls) const {
+        plan_words found{};
+        std::uint64_t latest = 0;
+        bool const has_said = entries_[rank].calls.load() >= std::min(mine().calls.load(), calls + 1);
+        for (auto const& [after, words] : entries_[rank].plans) {
+            std::uint64_t const since = after.load();
+            if (!has_said || since <= latest || since > calls + 1) continue;
+            latest = since;
+            std::ranges::transform(words, found.begin(), [](auto const& w) { return w.load(); });
+        }
+        return std::bit_cast<identity>(found);
     }
     int ranks() const { return static_cast<int>(numbers_.size()); }
     std::size_t bytes() const { return numbers_.size() * sizeof(entry); }
@@ -197,9 +217,10 @@ private:
     std::string name_;
     int rank_;
     std::vector<int> numbers_;
-    std::vector<person> before_; ///< who was in the page, and dead, when this rank came
-    std::vector<bool> here_;     ///< which ranks are on this host, once everyone has come
-    plan_words plan_{};          ///< of this rank, as the page has it
+    std::vector<person> before_;               ///< who was in the page, and dead, when this rank came
+    std::vector<bool> here_;                   ///< which ranks are on this host, once everyone has come
+    std::uint64_t set_after_ = 0, waited_ = 0; ///< calls before the last plan, and before the last wait
+    std::size_t last_ = 0;                     ///< of the plans in this rank's entry
     entry* entries_ = nullptr;
 };
 

@@ -92,9 +92,7 @@ public:
                 next(edge_exchange_, plan_.edge_exchange(), sharding_, here);
             },
             here);
-        cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
-        check(cudaStreamIsCapturing(stream(), &capturing), "cudaStreamIsCapturing", here);
-        backward_is_set_ = capturing == cudaStreamCaptureStatusNone; // else it is when that graph runs, and no earlier
+        backward_is_set_ = !captures(stream(), here); // else it is when that graph runs, and no earlier
     }
 
     S const& sharding() const { return sharding_; }
