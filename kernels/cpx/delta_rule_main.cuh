@@ -380,6 +380,8 @@ static __global__ void __launch_bounds__(512, 1)
             work.load(queries, keys, values);
         } else if (warp >= 2) {
             work.store(outputs, to, warp - 2);
+        } else if (to.after_state && number + 1 == in.plan.totals[1]) {
+            wait_for_previous_kernel(); // or those after this one might come before the walks have ended
         }
     } else if (group == 1) {
         cutlass::arch::warpgroup_reg_dealloc<104>();

@@ -98,6 +98,7 @@ struct delta_plan {
     std::int64_t flag_count;
     int count; ///< sequences
     delta_cut cut;
+    std::int64_t rows, most_chunks, most_stretches; ///< for which there is room: a batch that has more traps
 
     /// Returns the chunk after a stretch's last one.
     __device__ __forceinline__ int end_of(delta_sequence const& sequence, int stretch) const {
@@ -155,6 +156,8 @@ static __global__ void __launch_bounds__(1024, 1)
             int const s = s0 + thread;
             delta_sequence sequence{};
             if (s < plan.count) {
+                std::int64_t const end = counts ? offsets[s] + counts[s] : offsets[s + 1];
+                if (offsets[s] < 0 || end > plan.rows || (first && first[s] < 0)) __trap();
                 sequence = delta_rows_of(offsets, first, counts, s);
                 sequence.stretches = plan.cut.stretches(own, sequence.chunks);
             }
@@ -170,6 +173,7 @@ static __global__ void __launch_bounds__(1024, 1)
             chunks += __shfl_sync(~0u, chunks_before, 31);
             stretches += __shfl_sync(~0u, stretches_before, 31);
         }
+        if (chunks > plan.most_chunks || stretches > plan.most_stretches) __trap();
         if (thread == 0) plan.totals[0] = chunks, plan.totals[1] = stretches, plan.totals[2] = 0;
     }
     for (std::int64_t i = thread; i < plan.flag_count; i += 1024) plan.flags[i] = 0;

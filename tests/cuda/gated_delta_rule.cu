@@ -258,6 +258,24 @@ TEST_SUITE("cuda") {
         }
     }
 
+    TEST_CASE("a rank with one row takes the path of those with more") {
+        if (!has_gpus()) return;
+        using T = __nv_bfloat16;
+        auto const p = make<T>({1}, 1, 1, 128, 128, kind::mild, 9);
+        device_problem<T> const there{p};
+        auto const o = poisoned<T>(p.v.size());
+        buffer<char> const space(gpu::gated_delta_rule_workspace<T>(p.shape, 1, 1));
+        gpu::stream const stream;
+        auto in = there.erasing({});
+        T const* const v = in.v.data();
+        for (index_t const stride : {389, 392}) {
+            in.v = rows<T const>(v, 1, 128, stride);
+            CHECK(gpu::gated_delta_rule<T>(p.shape, in, {o.data(), 1, 128}, {}, all(space), stream) ==
+                  (stride == 392 ? core_path() : delta_rule_path::plain));
+            stream.synchronize();
+        }
+    }
+
     TEST_CASE("sequences of every length up to 130") {
         if (!has_gpus()) return;
         std::vector<index_t> lengths;
@@ -286,7 +304,7 @@ TEST_SUITE("cuda") {
         if (!has_gpus()) return;
         using T = __nv_bfloat16;
         std::vector<index_t> lengths{1023, 1025};
-        for (index_t i = 131; i <= 200; i += 3) lengths.push_back(i);
+        for (index_t i = 131; i <= 200; ++i) lengths.push_back(i);
         for (int i = 0; i < 11; ++i) lengths.push_back(33);
         auto p = make<T>(lengths, 1, 1, 128, 128, kind::mild, 23);
         for (index_t i = 0; i < p.tokens(); i += 3) std::ranges::fill(std::span(p.k).subspan(i * 128, 128), 0.0);
@@ -396,8 +414,14 @@ TEST_SUITE("cuda") {
                 std::fill_n(p.g.begin() + row * p.shape.value_heads, p.shape.value_heads, NAN);
                 std::fill_n(p.beta.begin() + row * p.shape.value_heads, p.shape.value_heads, NAN);
             }
+            index_t const states = p.shape.value_heads * key * value;
+            for (numbers* const of : {&p.state, &p.dlast}) std::fill_n(of->begin() + states, states, NAN);
             p.shape.stretch = 3;
             auto const beside = on_gpu<T>(p, true);
+            for (index_t const sequence : {0, 2}) {
+                CHECK(on_ranks::same_rows(beside.last, whole.last, states, sequence, sequence + 1));
+                CHECK(on_ranks::same_rows(beside.dstate, whole.dstate, states, sequence, sequence + 1));
+            }
             for (auto const& [first, last] : {std::pair<index_t, index_t>(0, 1100), {1177, 1477}}) {
                 CHECK(on_ranks::same_rows(beside.o, whole.o, p.values(), first, last));
                 CHECK(on_ranks::same_rows(beside.dq, whole.dq, p.keys(), first, last));
@@ -413,11 +437,11 @@ TEST_SUITE("cuda") {
         if (!has_gpus()) return;
         using T = __nv_bfloat16;
         using batch = std::pair<std::vector<index_t>, index_t>; // lengths, heads
-        for (batch const& of : {batch{{2500}, 32}, {{1500, 0, 1500, 77}, 24}, {{700, 2300}, 40}}) {
+        for (batch const& of : {batch{{2500}, 32}, {{1500, 0, 1500, 77}, 24}, {{700, 2300}, 40}, {{131072}, 1}}) {
             CAPTURE(of.second);
             auto p = make<T>(of.first, 1, of.second, 128, 128, kind::mild, 23);
             auto const chosen = on_gpu<T>(p, false);
-            p.shape.stretch = 1000;
+            p.shape.stretch = 4000;
             auto const whole = on_gpu<T>(p, false);
             CHECK(on_ranks::same_bits(chosen.o, whole.o));
             CHECK(on_ranks::same_bits(chosen.last, whole.last));

@@ -93,6 +93,29 @@ void check(index_t dim, bool gated, bool shared_by_lanes) {
     for (index_t i = 0; i < count * dim; ++i) sums.data()[i % dim] += got.terms.data()[i];
     CHECK(distance(sums, dweight) < 1e-6);
 
+    if (shared_by_lanes) { // in place
+        auto const by = kernels::norm_lanes_of<T>(dim, true);
+        auto const run = [&](auto gate) {
+            auto const launch = [](auto&& kernel) { gpu::now().launch({(count + 7) / 8, 1}, {32, 8}, kernel); };
+            auto of_x = x.own, of_z = z.own, of_dy = dy.own, dz_of = z.own;
+            kernels::norm_input<T> in = n;
+            in.x = of_x;
+            launch([&] { kernels::normalise_rows<T, gate>(in, of_x.rows(), by); });
+            CHECK(of_x.has_the_bits_of(got.y));
+            if (gate) {
+                in.x = x.own, in.z = of_z;
+                launch([&] { kernels::normalise_rows<T, gate>(in, of_z.rows(), by); });
+                CHECK(of_z.has_the_bits_of(got.y));
+            }
+            matrix<float> terms(count, dim);
+            std::fill_n(terms.data(), count * dim, 0.0f);
+            launch([&] {
+                kernels::normalise_rows_backward<T, gate>(n, of_dy, of_dy.rows(), dz_of.rows(), terms.rows(), by);
+            });
+            CHECK(of_dy.has_the_bits_of(got.dx));
+        };
+        gated ? run(std::true_type()) : run(std::false_type());
+    }
     CHECK(got.y.has_the_bits_of(elsewhere.y));
     CHECK(got.dx.has_the_bits_of(elsewhere.dx));
     if (gated) CHECK(got.dz.has_the_bits_of(elsewhere.dz));

@@ -47,6 +47,13 @@ int row_vector(X const&... x) {
     return vector_bytes({address(x.data())..., row_bytes(x)...});
 }
 
+/// Whether all these rows begin at multiples of 16 bytes, also those that would come after an only one: a rank's path,
+/// and so its bits, are not to depend on how many rows it has.
+template <class... T>
+bool in_panels(rows<T>... x) {
+    return vector_bytes({address(x.data())..., (x.stride() * static_cast<index_t>(sizeof(T)))...}) == 16;
+}
+
 /// Calls `f` with how many columns of a head a lane has, as an std::integral_constant.
 template <class F>
 void with_lane_columns(index_t dim, F&& f) {

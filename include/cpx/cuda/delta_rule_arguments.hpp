@@ -180,6 +180,8 @@ void require_delta_input(char const* where, gated_delta_rule_shape const& shape,
                          caller here) {
     require_delta_rows<Erases>(where, shape, in, here);
     require_stretch(shape, where, here);
+    require(Erases || in.saved.empty(), where, "saved", "none, for there are no inverses where nothing is erased",
+            in.saved.size(), here);
     require(shape.value_heads <= 65535, where, "value heads", "at most 65535", shape.value_heads, here);
     require(!in.offsets.empty() && in.offsets.size() <= delta_most_sequences + 1, where, "size of offsets",
             "from 1 to 65536", in.offsets.size(), here);

@@ -22,13 +22,17 @@ struct delta_call {
     float* floats(index_t place) const { return reinterpret_cast<float*>(workspace + place); }
     int group() const { return static_cast<int>(shape.value_heads / shape.key_heads); }
     kernels::delta_plan plan() const {
+        bool const fewer = !in.saved.empty() && in.saved_tokens >= 0;
         return {reinterpret_cast<kernels::delta_sequence*>(workspace + space.plan),
                 reinterpret_cast<kernels::delta_stretch*>(workspace + space.stretch_list),
                 reinterpret_cast<int*>(workspace + space.totals),
                 reinterpret_cast<int*>(workspace + space.flags),
                 space.stretches * shape.value_heads * 4,
                 static_cast<int>(space.sequences),
-                space.cut};
+                space.cut,
+                in.k.count(),
+                fewer ? std::min(space.chunks, delta_chunks(in.saved_tokens, space.sequences)) : space.chunks,
+                space.stretches};
     }
     kernels::delta_tokens<T> tokens() const {
         return {delta_view(in.q),

@@ -25,7 +25,7 @@ delta_rule_path run_delta(delta_call<Erases, T> const& of, rows<T> o, std::span<
     auto const range = Erases ? named_range<"cpx gated_delta_rule">() : named_range<"cpx head_decay_attention">();
     if (of.space.sequences == 0) return delta_rule_path::plain;
     if constexpr (std::same_as<T, __nv_bfloat16>)
-        if (of.space.hopper && row_vector(of.in.q, of.in.k, of.in.v, o) == 16) {
+        if (of.space.hopper && in_panels(of.in.q, of.in.k, of.in.v, o)) {
             launch_delta_hopper(of, o, last);
             return delta_rule_path::tensor_cores;
         }
@@ -79,7 +79,8 @@ index_t gated_delta_rule_saved(gated_delta_rule_shape const& shape, index_t toke
 /// o: (tokens, value heads * Dv). last: (sequences, value heads, Dk, Dv), the states after the sequences, or empty.
 /// workspace: device memory at a multiple of 256 bytes. No result overlaps anything else.
 ///
-/// Offsets are read on the device: the call can be captured, and replayed with another packing of as many sequences.
+/// Offsets are read on the device: the call can be captured, and replayed with another packing of as many sequences. A
+/// sequence beyond the rows, or sequences that overlap so that they are more than all rows, trap: a CUDA error.
 /// Returns the path it took: tensor cores want sm_90a's code and GPUs, CUTLASS's headers, bfloat16, Dk and Dv multiples
 /// of 8 up to 128, which they fill up with zeros, and rows at multiples of 16 bytes. There, to cut a sequence at a
 /// multiple of 64 tokens and to hand the state on changes no bit, nor do the other sequences, which may hold NaN.
@@ -100,7 +101,7 @@ delta_rule_path gated_delta_rule(gated_delta_rule_shape const& shape,
         delta_forward_space<Erases, T>(shape, in.k.count(), std::ssize(in.offsets) - 1, !in.saved.empty());
     require_bytes(where, "workspace", space.bytes, workspace, here);
     require_saved(where, shape, in, here);
-    require(in.saved.empty() || !space.hopper || row_vector(in.q, in.k, in.v, o) == 16, where, "rows",
+    require(in.saved.empty() || !space.hopper || in_panels(in.q, in.k, in.v, o), where, "rows",
             "at multiples of 16 bytes, or nothing saved", "others", here);
     require_delta_apart(where, in, {{"o", o}, {"last", last}, {"workspace", workspace}, {"saved", in.saved}}, {}, here);
     return run_delta<Erases, T>({shape, in, space, workspace.data(), stream, here}, o, last);
@@ -133,7 +134,7 @@ gated_delta_rule_backward(gated_delta_rule_shape const& shape,
     auto const space = delta_backward_space<Erases, T>(shape, tokens, std::ssize(in.offsets) - 1, !in.saved.empty());
     require_bytes(where, "workspace", space.bytes, workspace, here);
     require_saved(where, shape, in, here);
-    require(!space.hopper || row_vector(in.q, in.k, in.v, dout, to.dq, to.dk, to.dv) == 16, where, "rows",
+    require(!space.hopper || in_panels(in.q, in.k, in.v, dout, to.dq, to.dk, to.dv), where, "rows",
             "at multiples of 16 bytes, or shape.path = plain", "others", here);
     require_delta_apart(where, in,
                         {{"dq", to.dq},

@@ -73,6 +73,7 @@ void normalise_rows_backward(norm_input<T> const& n, std::type_identity_t<rows<T
     if (n.z.data()) detail::require_rows(where, {{"dz", dz, count, width}}, here);
     detail::require_rows(where, {{"terms", terms, count, n.dim()}}, here);
     detail::require_apart(where, {{"dx", dx}}, {{"dy", dy}}, here, detail::in_place::yes);
+    detail::require_apart(where, {{"dz", dz}, {"terms", terms}}, {{"dy", dy}}, here);
     detail::require_apart(where, {{"dx", dx}, {"dz", dz}, {"terms", terms}},
                           {{"x", n.x}, {"z", n.z}, {"weight", n.weight}}, here);
     rows<T const> const z = n.z.data() ? n.z : n.x, of_z = n.z.data() ? dz : n.x;

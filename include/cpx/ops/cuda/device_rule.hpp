@@ -42,7 +42,7 @@ public:
     template <class X, class O>
     index_t kept_bytes(X const& x, O const& o, index_t segments, index_t tokens) const {
         auto const in = input({}, x, {});
-        bool const keeps = Erases && cuda::detail::row_vector(in.q, in.k, in.v, o.data()) == 16;
+        bool const keeps = Erases && cuda::detail::in_panels(in.q, in.k, in.v, o.data());
         return keeps ? cuda::gated_delta_rule_saved<T>(shape_of(in), tokens, segments) : 0;
     }
     // It is given what `check_on_device` has seen, and states and lists that `device_states` has made.
@@ -73,7 +73,7 @@ public:
         auto const in = input({}, x, {});
         return std::same_as<T, __nv_bfloat16> &&
                cuda::detail::has_delta_hopper<Erases, T>(shape_of(in), in.k.count()) &&
-               cuda::detail::row_vector(in.q, in.k, in.v, o.data()) == 16;
+               cuda::detail::in_panels(in.q, in.k, in.v, o.data());
     }
     /// Outputs beside states take less time than after them. So states come first only where more wait for them than
     /// one exchange brings them to; or, by scan, where few heads are folded by stretches: of many, others fold
@@ -142,7 +142,7 @@ public:
         cuda::gated_delta_rule_gradients<T> to{dq, dk, dv, std::get<3>(dx).data(), {}, dbefore};
         if constexpr (Erases) to.dbeta = std::get<4>(dx).data();
         auto shape = shape_of(in);
-        if (cuda::detail::row_vector(in.q, in.k, in.v, dout.data(), dq, dk, dv) != 16)
+        if (!cuda::detail::in_panels(in.q, in.k, in.v, dout.data(), dq, dk, dv))
             shape.path = cuda::delta_rule_path::plain;
         else
             in.saved = kept, in.saved_tokens = s.tokens;
