@@ -171,7 +171,7 @@ def main():
     right = compare_errors(members)
     print(f"\n{'ms, 16/32 heads of 128':30s}" + "".join(f"{name:>10s}" for name in members))
     for lengths in ([32768], [8192] * 4, [8192], [131072]):
-        for gates in ("mild", "none"):
+        for gates in ("mild", "strong", "none"):
             p = Problem(lengths, 16, 32, gates)
             made = [make(p) for make in members.values()]
             for direction, what in enumerate(("forward", "backward")):
