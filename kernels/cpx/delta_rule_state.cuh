@@ -132,8 +132,7 @@ struct x_maker {
     __device__ __forceinline__ void make(Memory& memory, int chunks) {
         for (int const last = done + chunks; done < last; ++done, r.next(), x.next()) {
             wait(memory.full[r.at], r.parity);
-            // X of two chunks before has been read, and Y of the one before is made: sooner, X's rounding would take
-            // turns with Y's; later, K S would wait behind X's products
+            // X of two chunks before is read, Y of the one before made: sooner both would round, later K S would wait
             if (done > 0) wait(memory.read[x.at ^ 1], done - 1 >> 1 & 1);
             compute_x(memory.inverse[r.at], memory.keys[r.at], memory.gates[r.at], memory.x[x.at]);
             cutlass::arch::fence_view_async_shared();
