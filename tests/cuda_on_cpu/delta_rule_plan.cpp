@@ -7,6 +7,7 @@
 #include <doctest/doctest.h>
 
 #include <cstdint>
+#include <stdexcept>
 #include <utility>
 #include <vector>
 
@@ -22,15 +23,29 @@ struct planned {
     int totals[3] = {-1, -1, -1};
     kernels::delta_plan plan{};
 
-    planned(kernels::delta_cut const& cut, std::vector<std::int64_t> const& tokens) : sequences(tokens.size()) {
+    /// `missing`: rows that there are less than tokens.
+    planned(kernels::delta_cut const& cut, std::vector<std::int64_t> const& tokens, std::int64_t missing = 0,
+            std::vector<std::int64_t> const& counts = {})
+        : sequences(tokens.size()) {
         std::vector<std::int64_t> offsets{0};
         for (std::int64_t const n : tokens) offsets.push_back(offsets.back() + n);
         auto const count = static_cast<std::int64_t>(tokens.size());
         // a launch's room, which knows no lengths: `cuda::detail::delta_plan_space`
-        stretches.resize(static_cast<std::size_t>((offsets.back() / 64 + 2 * count) / cut.chunks + count), {-1, -1});
+        std::int64_t const rows = offsets.back() - missing, chunks = rows / 64 + 2 * count;
+        stretches.resize(static_cast<std::size_t>(chunks / cut.chunks + count), {-1, -1});
         flags.resize(8, 7);
-        plan = {sequences.data(), stretches.data(), totals, flags.data(), 8, static_cast<int>(count), cut};
-        gpu::now().launch({1, 1}, {1024, 1}, [&] { kernels::delta_rule_plan(offsets.data(), nullptr, nullptr, plan); });
+        plan = {sequences.data(),
+                stretches.data(),
+                totals,
+                flags.data(),
+                8,
+                static_cast<int>(count),
+                cut,
+                rows,
+                chunks,
+                static_cast<std::int64_t>(stretches.size())};
+        std::int64_t const* const given = counts.empty() ? nullptr : counts.data();
+        gpu::now().launch({1, 1}, {1024, 1}, [&] { kernels::delta_rule_plan(offsets.data(), nullptr, given, plan); });
     }
 };
 
@@ -86,6 +101,17 @@ TEST_SUITE("cuda_on_cpu") {
                     check(cut, {64 * 300 + 1});
                     check(cut, {64 * 100, 0, 1, 64 * 170, 64 * 16, 64 * 17});
                 }
+    }
+
+    TEST_CASE("a batch for which there is no room traps before it is written elsewhere") {
+        kernels::delta_cut const cut{16, 132, 32, 2};
+        std::vector<std::int64_t> const tokens{64 * 100, 0, 1, 64 * 16};
+        planned const fits(cut, tokens, 0, tokens);
+        CHECK(fits.totals[0] == 117);
+        CHECK_THROWS_WITH_AS(planned(cut, tokens, 1), "thread 3: trap", std::logic_error); // a row too many
+        CHECK_THROWS_AS(planned(cut, {64, -65}), std::logic_error);                        // before the first
+        std::vector<std::int64_t> const all(4, 64 * 100);                                  // that overlap
+        CHECK_THROWS_AS(planned(cut, {0, 0, 0, 64 * 100}, 0, all), std::logic_error);
     }
 
     TEST_CASE("the last stretch of a sequence is as long as it can be, and comes when the state has come to it") {

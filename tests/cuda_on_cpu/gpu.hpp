@@ -70,6 +70,8 @@ public:
         return shared_ + at;
     }
 
+    void trap() { fail("trap"); }
+
     /// All lanes of a warp call it; the last one calls `f` with what each gave.
     void meet_in_warp(meeting f, void* mine) {
         auto& w = warps_[static_cast<std::size_t>(now_ / warp_size)];

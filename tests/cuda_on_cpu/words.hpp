@@ -48,6 +48,7 @@ inline float __uint_as_float(unsigned bits) {
     std::memcpy(&x, &bits, 4);
     return x;
 }
+inline void __trap() { gpu::now().trap(); }
 inline float __fdividef(float a, float b) { return a / b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline int __ffsll(long long x) { return __builtin_ffsll(x); }
