@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(256, 4) normalise_rows(norm_input<T> n, rows<T
     };
     if (by.steps == 1) {
         load_gain<T, count>(n, lane % by.lanes * count, by.whole, gain);
-        T const* const from[] = {n.x.row(row), Gated ? n.z.row(row) : n.x.row(row)};
+        array<T const*, 2> const from = {n.x.row(row), Gated ? n.z.row(row) : n.x.row(row)};
         for_each_head<T, 2>(from, width, dim, by, [&](int column, lane_packs<T, 2> const& packs) {
             widen<T, count>(packs.of[0], x);
             if constexpr (Gated) widen<T, count>(packs.of[1], z);
@@ -145,7 +145,7 @@ __global__ void __launch_bounds__(256, 3) normalise_rows_backward(norm_input<T> 
     };
     if (by.steps == 1) {
         load_gain<T, count>(n, lane % by.lanes * count, by.whole, gain);
-        T const* const from[] = {n.x.row(row), dy.row(row), Gated ? n.z.row(row) : n.x.row(row)};
+        array<T const*, 3> const from = {n.x.row(row), dy.row(row), Gated ? n.z.row(row) : n.x.row(row)};
         for_each_head<T, 3>(from, width, dim, by, [&](int column, lane_packs<T, 3> const& packs) {
             widen<T, count>(packs.of[0], x);
             widen<T, count>(packs.of[1], d);

@@ -56,14 +56,15 @@ struct head_sums {
 /// What a lane reads of a head: N matrices' elements of its own, as they are in memory.
 template <class T, int N>
 struct lane_packs {
-    pack<T, 16 / sizeof(T)> of[N];
+    array<pack<T, 16 / sizeof(T)>, N> of;
 };
 
 /// Calls `f(column, packs)` for the heads of a row that a lane's group takes in turn, where each lane has its elements
 /// at once: `column` is its first one's, below 0 where there is no such head and only others' sums want this lane. What
 /// the next head's elements are is on its way meanwhile. `from`: where the row begins in N matrices.
 template <class T, int N, class F>
-__device__ __forceinline__ void for_each_head(T const* const (&from)[N], int width, int dim, norm_lanes by, F&& f) {
+__device__ __forceinline__ void for_each_head(array<T const*, N> const& from, int width, int dim, norm_lanes by,
+                                              F&& f) {
     constexpr int count = 16 / sizeof(T);
     int const lane = static_cast<int>(threadIdx.x), across = 32 / by.lanes * dim;
     auto const load_head = [&](int column) {
@@ -91,7 +92,7 @@ __global__ void __launch_bounds__(256, 4)
     std::int64_t const row = std::int64_t{blockIdx.x} * 8 + threadIdx.y;
     if (row >= rows) return;
     int const lane = static_cast<int>(threadIdx.x);
-    T const* const from[] = {x + row * x_stride, Back ? y + row * y_stride : x + row * x_stride};
+    array<T const*, 2> const from = {x + row * x_stride, Back ? y + row * y_stride : x + row * x_stride};
     T* const to = y + row * y_stride;
     array<float, count> value, d;
     float squares = 0, along = 0;
