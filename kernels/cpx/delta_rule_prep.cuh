@@ -308,6 +308,7 @@ static __global__ void __launch_bounds__(128, 5)
         memory.full.init(1);
         cutlass::arch::fence_barrier_init();
     }
+    __syncwarp(); // for racecheck, which does not know that it is one thread that uses it first
     wait_for_previous_kernel();
     int const blocks = delta_prep_blocks(in.key_heads, in.group), pairs = (in.group + 1) / 2;
     int const chunk = static_cast<int>(blockIdx.x) / blocks, block = static_cast<int>(blockIdx.x) % blocks;

@@ -22,7 +22,31 @@ namespace cpx::kernels::delta {
 
 namespace gmma = cute::SM90::GMMA;
 using cute::SM90::GMMA::Major, cute::SM90::GMMA::ScaleOut;
-using barrier = cutlass::arch::ClusterTransactionBarrier;
+
+// compute-sanitizer's racecheck (13.0) does not follow a barrier's arrival by one lane for its warp, not with
+// `--racecheck-indirect-barrier-dependency` either: it reports hazards that are gone when every lane arrives.
+#ifdef CPX_EVERY_LANE_ARRIVES
+inline constexpr int arrivals_of_warp = 32;
+#else
+inline constexpr int arrivals_of_warp = 1;
+#endif
+
+/// A barrier of shared memory that counts warps: an arrival is one lane's for its warp.
+struct barrier : cutlass::arch::ClusterTransactionBarrier {
+    using base = cutlass::arch::ClusterTransactionBarrier;
+    __device__ __forceinline__ void init(int warps) {
+        base::init(static_cast<std::uint32_t>(warps * arrivals_of_warp));
+    }
+    __device__ __forceinline__ void arrive() const {
+#pragma unroll
+        for (int i = 0; i < arrivals_of_warp; ++i) base::arrive();
+    }
+    __device__ __forceinline__ void arrive_and_expect_tx(std::uint32_t bytes) const {
+        base::arrive_and_expect_tx(bytes);
+#pragma unroll
+        for (int i = 1; i < arrivals_of_warp; ++i) base::arrive();
+    }
+};
 
 /// A panel is 64 rows of 64 elements; column c of 8 elements of row r is at byte r 128 + ((c ^ (r & 7)) << 4), as the
 /// copy engine's 128-byte swizzle has it. It begins at a multiple of 1024 bytes.
@@ -51,13 +75,11 @@ __device__ __forceinline__ void wait(barrier& b, int parity) {
     b.wait(static_cast<std::uint32_t>(parity));
     asm volatile("" ::: "memory"); // CUTLASS's asm names no memory
 }
-/// One arrival for a warp: __syncwarp puts what the other lanes read and wrote before it. compute-sanitizer's racecheck
-/// does not follow such arrivals (13.0), not with `--racecheck-indirect-barrier-dependency` either: it reports hazards
-/// that are gone when every lane arrives.
+/// One arrival for a warp: __syncwarp puts what the other lanes read and wrote before it.
 __device__ __forceinline__ void arrive_warp(barrier& b) {
     __syncwarp();
     asm volatile("" ::: "memory");
-    if (threadIdx.x % 32 == 0) b.arrive();
+    if (arrivals_of_warp == 32 || threadIdx.x % 32 == 0) b.base::arrive();
 }
 
 /// Joins the threads of a warpgroup, number `group` of the block.
