@@ -38,10 +38,10 @@ static __global__ void __launch_bounds__(256, 2)
     int const part = static_cast<int>(blockIdx.x) % parts, half = part % 2;
     int const head = static_cast<int>(blockIdx.x) / parts % heads;
     int const number = static_cast<int>(blockIdx.x) / parts / heads;
-    if (number >= in.plan.totals[1]) return;
     bool const of_map = part >= 2;
     delta_stretch const stretch = in.plan.stretches[number];
-    delta_sequence const sequence = in.plan.sequences[stretch.sequence];
+    if (stretch.sequence < 0) return;
+    delta_sequence const& sequence = stretch.of;
     bool const at_end = stretch.number + 1 == sequence.stretches;
     auto const last = totals.of(in, stretch.sequence, head, of_map);
     if (at_end ? !last.to : !in.snapshots) return;

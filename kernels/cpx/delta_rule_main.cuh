@@ -346,7 +346,7 @@ __device__ __forceinline__ void main_block<Erases>::carry(delta_stretch const& s
     asm volatile("" : "+r"(block), "+r"(all)); // or what follows would be kept in registers that are wanted above
     all *= in.key_heads;
     delta_stretch const done = in.plan.stretches[block / all];
-    if (in.last && done.number + 1 == in.plan.sequences[done.sequence].stretches)
+    if (in.last && done.number + 1 == done.of.stretches)
         store_state(s, in.dims, half, in.last + in.given_of(done.sequence, block % all));
 }
 
@@ -364,15 +364,17 @@ static __global__ void __launch_bounds__(512, 1)
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     using namespace delta;
     auto& memory = shared_memory<main_memory<Erases>>();
-    begin_main<Erases>(memory);
-    if (!to.after_state) wait_for_previous_kernel();
     int const heads = in.key_heads * in.group, head = static_cast<int>(blockIdx.x) % heads;
     int const number = static_cast<int>(blockIdx.x) / heads, group = static_cast<int>(threadIdx.x) / 128;
-    if (number >= in.plan.totals[1]) return;
+    if (!to.after_state) {
+        begin_main<Erases>(memory);
+        wait_for_previous_kernel();
+    }
     delta_stretch const stretch = in.plan.stretches[number];
-    delta_sequence const sequence = in.plan.sequences[stretch.sequence];
-    int const first = stretch.number * in.plan.cut.chunks, last = in.plan.end_of(sequence, stretch.number);
-    main_block<Erases> const work{in, memory, heads, head, sequence, first, last};
+    if (to.after_state) begin_main<Erases>(memory); // while that is on its way
+    if (stretch.sequence < 0) return;
+    int const first = stretch.number * in.plan.cut.chunks, last = in.plan.end_of(stretch.of, stretch.number);
+    main_block<Erases> const work{in, memory, heads, head, stretch.of, first, last};
     if (group == 0) {
         cutlass::arch::warpgroup_reg_dealloc<40>();
         int const warp = static_cast<int>(threadIdx.x) / 32;

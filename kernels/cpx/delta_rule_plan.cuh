@@ -41,9 +41,10 @@ struct delta_sequence {
     __device__ __forceinline__ int chunk_end(int c) const { return min(end, origin + (c + 1) * delta_chunk); }
 };
 
-/// Stretch `number` of sequence `sequence`.
+/// Stretch `number` of sequence `sequence`, which is `of`: a block that begins reads one place of memory, not two.
 struct delta_stretch {
-    int sequence, number;
+    int sequence, number; ///< sequence: -1 of none
+    delta_sequence of;
 };
 
 /// Chunks of a stretch that no sequence is longer than.
@@ -81,17 +82,18 @@ struct delta_cut {
         return 1 + (last > chunks ? (of_chunks - last + chunks / 2) / chunks : (of_chunks - 1) / chunks);
     }
     /// Returns before the stretches of which number the last of so many comes: those that outputs have come to when the
-    /// state has come to its beginning.
+    /// state has come to its beginning; or a little before, for walks are slower beside outputs.
     __device__ __forceinline__ int turn_of_last(shares const& s, int stretches) const {
         if (multiprocessors == 0) return stretches - 1;
-        return static_cast<int>(ceilf(fminf(s.pace, 1.0f) * static_cast<float>(stretches - 1)));
+        return static_cast<int>(ceilf(fminf(0.85f * s.pace, 1.0f) * static_cast<float>(stretches - 1)));
     }
 };
 
 /// The batch as it is in device memory during a call; `totals`: chunks, stretches, and tasks that have been begun.
 struct delta_plan {
     delta_sequence* sequences;
-    delta_stretch* stretches; ///< in order of time: all first stretches, all second ones, ...; last ones earlier
+    delta_stretch* stretches; ///< in order of time: all first stretches, all second ones, ...; last ones earlier; then
+                              ///< none, up to `most_stretches`
     int* totals;
     int* flags; ///< (stretches, value heads, 2): whether the state before a stretch has been written, for each half; of
                 ///< the backward's walks (sequences, value heads, 2, 2): chunks whose states and gradients have been
@@ -179,9 +181,10 @@ static __global__ void __launch_bounds__(1024, 1)
     for (std::int64_t i = thread; i < plan.flag_count; i += 1024) plan.flags[i] = 0;
     __syncthreads();
     int const stretches = plan.totals[1];
+    for (std::int64_t i = stretches + thread; i < plan.most_stretches; i += 1024) plan.stretches[i] = {-1, 0, {}};
     bool const whole = stretches == plan.count; // a sequence has one at least
     if (whole)
-        for (int i = thread; i < stretches; i += 1024) plan.stretches[i] = {i, 0};
+        for (int i = thread; i < stretches; i += 1024) plan.stretches[i] = {i, 0, plan.sequences[i]};
     for (int i = thread; !whole && i < stretches; i += 1024) { // of few sequences: more of them are not cut
         int const s = last_at_or_before(i, plan.count, [&](int other) { return plan.sequences[other].first_stretch; });
         int const stretch = i - plan.sequences[s].first_stretch;
@@ -195,7 +198,7 @@ static __global__ void __launch_bounds__(1024, 1)
             place += min(stretches - 1, time / 2 + (time % 2 ? first_of_time : 0));
             place += time_of_last(stretches) < time + first_of_time ? 1 : 0;
         }
-        plan.stretches[place] = {s, stretch};
+        plan.stretches[place] = {s, stretch, plan.sequences[s]};
     }
 }
 

@@ -198,9 +198,9 @@ static __global__ void __launch_bounds__(delta_fold_threads<Erases, Halves>, 1)
         of.sequence = in.plan.sequences[number];
         of.last = of.sequence.chunks;
     } else {
-        if (number >= in.plan.totals[1]) return;
         delta_stretch const stretch = in.plan.stretches[number];
-        of.sequence = in.plan.sequences[stretch.sequence];
+        if (stretch.sequence < 0) return;
+        of.sequence = stretch.of;
         of.stretch = stretch.number;
         if (!to.last_wanted && stretch.number + 1 == of.sequence.stretches) return;
         if (to.before_known && of.of_map && stretch.number == 0) return;

@@ -32,7 +32,7 @@ struct planned {
         auto const count = static_cast<std::int64_t>(tokens.size());
         // a launch's room, which knows no lengths: `cuda::detail::delta_plan_space`
         std::int64_t const rows = offsets.back() - missing, chunks = rows / 64 + 2 * count;
-        stretches.resize(static_cast<std::size_t>(chunks / cut.chunks + count), {-1, -1});
+        stretches.resize(static_cast<std::size_t>(chunks / cut.chunks + count), {7, 7, {}});
         flags.resize(8, 7);
         plan = {sequences.data(),
                 stretches.data(),
@@ -71,6 +71,9 @@ void check(kernels::delta_cut const& cut, std::vector<std::int64_t> const& token
         for (int i = 0; i < p.totals[1]; ++i) {
             auto const& of = p.stretches[static_cast<std::size_t>(i)];
             if (of.sequence != static_cast<int>(s)) continue;
+            CHECK(of.of.first_chunk == sequence.first_chunk);
+            CHECK(of.of.first_stretch == sequence.first_stretch);
+            CHECK(of.of.stretches == sequence.stretches);
             if (of.number + 1 == sequence.stretches)
                 CHECK(!std::exchange(has_last, true));
             else
@@ -88,6 +91,8 @@ void check(kernels::delta_cut const& cut, std::vector<std::int64_t> const& token
     CHECK(p.totals[0] == chunks);
     CHECK(p.totals[1] == stretches);
     CHECK(p.totals[2] == 0);
+    for (std::size_t i = static_cast<std::size_t>(stretches); i < p.stretches.size(); ++i)
+        CHECK(p.stretches[i].sequence == -1);
 }
 
 } // namespace
@@ -117,7 +122,7 @@ TEST_SUITE("cuda_on_cpu") {
     TEST_CASE("the last stretch of a sequence is as long as it can be, and comes when the state has come to it") {
         planned const one({24, 132, 32, 2}, {64 * 512}), two({24, 132, 32, 2}, {64 * 256, 64 * 256});
         CHECK(one.sequences[0].stretches == 20); // the last one has 56 chunks
-        CHECK(one.stretches[14].number == 19);
+        CHECK(one.stretches[12].number == 19);
         for (auto const& sequence : two.sequences) CHECK(sequence.stretches == 6);      // 136
         for (std::size_t const place : {2, 3}) CHECK(two.stretches[place].number == 5); // after the first ones
         planned const few({16, 132, 8, 2}, {64 * 512}); // whose states take longest: none is longer
