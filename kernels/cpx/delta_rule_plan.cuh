@@ -37,6 +37,7 @@ struct delta_sequence {
     int origin;     ///< the row, perhaps before `begin`, at which chunk 0 begins
     int chunks, first_chunk, stretches, first_stretch;
 
+    bool operator==(delta_sequence const&) const = default;
     __device__ __forceinline__ int chunk_begin(int c) const { return max(begin, origin + c * delta_chunk); }
     __device__ __forceinline__ int chunk_end(int c) const { return min(end, origin + (c + 1) * delta_chunk); }
 };
@@ -82,7 +83,7 @@ struct delta_cut {
         return 1 + (last > chunks ? (of_chunks - last + chunks / 2) / chunks : (of_chunks - 1) / chunks);
     }
     /// Returns before the stretches of which number the last of so many comes: those that outputs have come to when the
-    /// state has come to its beginning; or a little before, for walks are slower beside outputs.
+    /// state has come to its beginning; or a little before, for outputs are slower beside walks.
     __device__ __forceinline__ int turn_of_last(shares const& s, int stretches) const {
         if (multiprocessors == 0) return stretches - 1;
         return static_cast<int>(ceilf(fminf(0.85f * s.pace, 1.0f) * static_cast<float>(stretches - 1)));

@@ -71,9 +71,7 @@ void check(kernels::delta_cut const& cut, std::vector<std::int64_t> const& token
         for (int i = 0; i < p.totals[1]; ++i) {
             auto const& of = p.stretches[static_cast<std::size_t>(i)];
             if (of.sequence != static_cast<int>(s)) continue;
-            CHECK(of.of.first_chunk == sequence.first_chunk);
-            CHECK(of.of.first_stretch == sequence.first_stretch);
-            CHECK(of.of.stretches == sequence.stretches);
+            CHECK((of.of == sequence));
             if (of.number + 1 == sequence.stretches)
                 CHECK(!std::exchange(has_last, true));
             else
@@ -119,7 +117,7 @@ TEST_SUITE("cuda_on_cpu") {
         CHECK_THROWS_AS(planned(cut, {0, 0, 0, 64 * 100}, 0, all), std::logic_error);
     }
 
-    TEST_CASE("the last stretch of a sequence is as long as it can be, and comes when the state has come to it") {
+    TEST_CASE("the last stretch of a sequence is as long as it can be, and comes shortly before the state does") {
         planned const one({24, 132, 32, 2}, {64 * 512}), two({24, 132, 32, 2}, {64 * 256, 64 * 256});
         CHECK(one.sequences[0].stretches == 20); // the last one has 56 chunks
         CHECK(one.stretches[12].number == 19);
