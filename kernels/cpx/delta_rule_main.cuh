@@ -366,12 +366,9 @@ static __global__ void __launch_bounds__(512, 1)
     auto& memory = shared_memory<main_memory<Erases>>();
     int const heads = in.key_heads * in.group, head = static_cast<int>(blockIdx.x) % heads;
     int const number = static_cast<int>(blockIdx.x) / heads, group = static_cast<int>(threadIdx.x) / 128;
-    if (!to.after_state) {
-        begin_main<Erases>(memory);
-        wait_for_previous_kernel();
-    }
+    if (!to.after_state) wait_for_previous_kernel();
     delta_stretch const stretch = in.plan.stretches[number];
-    if (to.after_state) begin_main<Erases>(memory); // while that is on its way
+    begin_main<Erases>(memory); // while that is on its way
     if (stretch.sequence < 0) return;
     int const first = stretch.number * in.plan.cut.chunks, last = in.plan.end_of(stretch.of, stretch.number);
     main_block<Erases> const work{in, memory, heads, head, stretch.of, first, last};

@@ -69,13 +69,13 @@ void check(kernels::delta_cut const& cut, std::vector<std::int64_t> const& token
         std::vector<int> numbers;
         bool has_last = false;
         for (int i = 0; i < p.totals[1]; ++i) {
-            auto const& of = p.stretches[static_cast<std::size_t>(i)];
-            if (of.sequence != static_cast<int>(s)) continue;
-            CHECK((of.of == sequence));
-            if (of.number + 1 == sequence.stretches)
+            auto const& found = p.stretches[static_cast<std::size_t>(i)];
+            if (found.sequence != static_cast<int>(s)) continue;
+            CHECK((found.of == sequence));
+            if (found.number + 1 == sequence.stretches)
                 CHECK(!std::exchange(has_last, true));
             else
-                numbers.push_back(of.number);
+                numbers.push_back(found.number);
         }
         CHECK(has_last);
         REQUIRE(static_cast<int>(numbers.size()) == sequence.stretches - 1);
