@@ -46,7 +46,8 @@ struct fold_memory : erasing_memory<Erases, 4> {
     static constexpr int stages = 4;
     char keys[stages][2 * panel_bytes], values[stages][std::size_t{Halves}][panel_bytes];
     delta_gates gates[stages];
-    barrier full[stages], empty[stages], x_full[2], read[2], landed;
+    static constexpr int xs = 2;
+    barrier full[stages], empty[stages], x_full[xs], read[xs], landed;
 };
 
 /// Value channels of a state that a block of `delta_rule_join` has.
@@ -181,7 +182,8 @@ static __global__ void __launch_bounds__(delta_fold_threads<Erases, Halves>, 1)
     if constexpr (Erases) clear_triangles(memory.inverse);
     if (threadIdx.x == 0) {
         for (int i = 0; i < stages; ++i) memory.full[i].init(1), memory.empty[i].init(4 * (first_group - 1 + Halves));
-        for (int i = 0; i < 2; ++i) memory.x_full[i].init(4), memory.read[i].init(4 * Halves);
+        for (int i = 0; i < fold_memory<Erases, Halves>::xs; ++i)
+            memory.x_full[i].init(4), memory.read[i].init(4 * Halves);
         memory.landed.init(1);
         cutlass::arch::fence_barrier_init();
     }

@@ -38,19 +38,19 @@ namespace delta {
 inline constexpr int snapshot_words = 64 * 128;
 
 /// What a walk has besides where something is erased: A, and X.
-template <bool Erases, std::size_t Stages>
+template <bool Erases, std::size_t Stages, std::size_t Xs = 2>
 struct erasing_memory {
-    char inverse[Stages][panel_bytes], x[2][2 * panel_bytes];
+    char inverse[Stages][panel_bytes], x[Xs][2 * panel_bytes];
 };
-template <std::size_t Stages>
-struct erasing_memory<false, Stages> {};
+template <std::size_t Stages, std::size_t Xs>
+struct erasing_memory<false, Stages, Xs> {};
 
 template <std::size_t Halves, bool Erases>
-struct state_memory : erasing_memory<Erases, 4> {
-    static constexpr int stages = 4;
+struct state_memory : erasing_memory<Erases, 4, Halves == 1 ? 3 : 2> {
+    static constexpr int stages = 4, xs = Halves == 1 ? 3 : 2;
     char keys[stages][2 * panel_bytes], values[stages][Halves][panel_bytes];
     delta_gates gates[stages];
-    barrier full[stages], empty[stages], x_full[2], read[2], written, seen, landed;
+    barrier full[stages], empty[stages], x_full[xs], read[xs], written, seen, landed;
 };
 
 /// A place in a ring of N buffers, and the parity of the next fill of it.
@@ -106,47 +106,74 @@ __device__ __forceinline__ void load_prepared(delta_prepared const& from, std::i
 namespace delta {
 
 /// Clears what is never written, and makes the barriers.
+/// `paired`: with a block of the same cluster, of which either makes half of X for both.
 template <std::size_t Halves, bool Erases>
-__device__ __forceinline__ void begin_walk(state_memory<Halves, Erases>& memory) {
+__device__ __forceinline__ void begin_walk(state_memory<Halves, Erases>& memory, bool paired) {
     constexpr int stages = state_memory<Halves, Erases>::stages, first_group = Erases ? 2 : 1;
     constexpr int halves = static_cast<int>(Halves);
     if constexpr (Erases) clear_triangles(memory.inverse);
     if (threadIdx.x == 0) {
         for (int i = 0; i < stages; ++i)
             memory.full[i].init(1), memory.empty[i].init(4 * (first_group - 1) + 4 * halves);
-        for (int i = 0; i < 2; ++i) memory.x_full[i].init(4), memory.read[i].init(4 * halves);
+        for (int i = 0; i < state_memory<Halves, Erases>::xs; ++i)
+            memory.x_full[i].init(4), memory.read[i].init(4 * (paired ? 2 : halves));
         memory.written.init(4 * halves), memory.seen.init(1);
         memory.landed.init(1);
         cutlass::arch::fence_barrier_init();
     }
     __syncthreads();
+    if (paired) cute::cluster_sync(); // or what the other block sends might come before there are barriers
 }
 
-/// Makes X of chunk after chunk, in the memory of a walk or of a fold, by a warpgroup.
+/// Makes X of chunk after chunk, in the memory of a walk or of a fold, by a warpgroup; `paired`: the panel of it that has
+/// the block's own number, for both blocks of the cluster.
 template <class Memory>
 struct x_maker {
     ring<Memory::stages> r;
-    ring<2> x;
+    ring<Memory::xs> x;
     int done = 0; ///< chunks
 
-    __device__ __forceinline__ void make(Memory& memory, int chunks) {
-        for (int const last = done + chunks; done < last; ++done, r.next(), x.next()) {
+    __device__ __forceinline__ void make(Memory& memory, int chunks, bool paired = false, int own = 0) {
+        for (int const last = done + chunks; done < last; ++done, r.next()) {
+            int const at = x.at;
+            x.next();
             wait(memory.full[r.at], r.parity);
-            // X of two chunks before is read, Y of the one before made: sooner both would round, later K S would wait
-            if (done > 0) wait(memory.read[x.at ^ 1], done - 1 >> 1 & 1);
-            compute_x(memory.inverse[r.at], memory.keys[r.at], memory.gates[r.at], memory.x[x.at]);
-            cutlass::arch::fence_view_async_shared();
-            arrive_warp(memory.x_full[x.at]);
+            // The X that was here is read where the next one's Y is made: sooner both would round, later K S would wait
+            if (done + 1 >= Memory::xs) wait(memory.read[x.at], x.parity ^ 1);
+            if (paired) {
+                char* const panel = memory.x[at] + own * panel_bytes;
+                compute_x<1>(memory.inverse[r.at], memory.keys[r.at] + own * panel_bytes, memory.gates[r.at], panel);
+                cutlass::arch::fence_view_async_shared();
+                share_rows(panel, memory.x_full[at], own ^ 1);
+            } else {
+                compute_x(memory.inverse[r.at], memory.keys[r.at], memory.gates[r.at], memory.x[at]);
+                cutlass::arch::fence_view_async_shared();
+            }
+            arrive_warp(memory.x_full[at]);
             arrive_warp(memory.empty[r.at]);
         }
+    }
+
+private:
+    /// Sends the 16 rows of a panel that a warp has written to the same place in another block, whose same warp sends as
+    /// much to this one.
+    static __device__ __forceinline__ void share_rows(char* panel, barrier& full, int block) {
+        constexpr std::uint32_t bytes = panel_bytes / 4;
+        char* const rows = panel + threadIdx.x / 32 % 4 * bytes;
+        __syncwarp();
+        if (threadIdx.x % 32 != 0) return;
+        full.expect_transaction(bytes);
+        ::cuda::ptx::cp_async_bulk(::cuda::ptx::space_cluster, ::cuda::ptx::space_shared, of_block(rows, block), rows, bytes,
+                                 reinterpret_cast<std::uint64_t*>(of_block(&full, block)));
     }
 };
 
 /// Takes half a state over a chunk, whose X is being made; its products are still under way. f: the state before it, an
 /// operand, already faded in s. Calls `meanwhile()` while the first products are.
 template <class Memory, class F>
-__device__ __forceinline__ void erase_and_write(Memory& memory, int at, ring<2> const& x, std::uint32_t const (&f)[32],
-                                                std::uint32_t const (&v)[16], half_state& s, F&& meanwhile) {
+__device__ __forceinline__ void erase_and_write(Memory& memory, int at, ring<Memory::xs> const& x,
+                                                std::uint32_t const (&f)[32], std::uint32_t const (&v)[16],
+                                                half_state& s, F&& meanwhile, int peer = -1) {
     float ks[32];
     std::uint32_t y[16];
     keep(ks);
@@ -162,6 +189,7 @@ __device__ __forceinline__ void erase_and_write(Memory& memory, int at, ring<2> 
     subtract(v, ks, e, y);
     keep(s);
     arrive_warp(memory.read[x.at]);
+    if (peer >= 0) arrive_warp(memory.read[x.at], peer);
     cute::warpgroup_arrive();
     multiply_down<1>(s, y, memory.x[x.at], true);
     cute::warpgroup_commit_batch();
@@ -266,7 +294,7 @@ __device__ __forceinline__ void publish_along(delta_walk const& in, state_memory
 template <int Halves, bool Erases>
 struct along_carry {
     ring<state_memory<Halves, Erases>::stages> r;
-    ring<2> x;
+    ring<state_memory<Halves, Erases>::xs> x;
     int parity = 1;
 };
 
@@ -274,7 +302,7 @@ struct along_carry {
 template <bool Traced, int Halves, bool Erases, bool Back>
 __device__ __forceinline__ void carry_along(delta_walk const& in, state_memory<Halves, Erases>& memory,
                                             walked_head const& walked, int own, int half, int every,
-                                            along_carry<Halves, Erases>& at) {
+                                            along_carry<Halves, Erases>& at, int peer) {
     auto& [r, x, parity] = at;
     int const number = walked.number, head = walked.head, chunks = walked.chunks;
     half_state s;
@@ -302,7 +330,7 @@ __device__ __forceinline__ void carry_along(delta_walk const& in, state_memory<H
             }
         };
         if constexpr (Erases) {
-            erase_and_write(memory, r.at, x, f, v, s, leave_trace);
+            erase_and_write(memory, r.at, x, f, v, s, leave_trace, peer);
         } else {
             write_tokens<Back>(memory.gates[r.at], memory.keys[r.at], in.scale, v, s);
             leave_trace();
@@ -336,12 +364,12 @@ __device__ __forceinline__ void carry_along(delta_walk const& in, state_memory<H
 /// Where nothing is erased the gradient of the state is a walk Back: with queries for keys, dO for values.
 template <bool Traced, int Halves, bool Erases, bool Back = false>
 __device__ __forceinline__ void walk_along(CUtensorMap const& keys, CUtensorMap const& values, delta_walk const& in,
-                                           int before) {
+                                           int before, bool paired = false) {
     static_assert(!(Erases && Back) && (Traced || !Back) && (Traced || Halves == 1));
     using layout = state_memory<Halves, Erases>;
     auto& memory = shared_memory<layout>();
     constexpr int first_group = Erases ? 2 : 1;
-    begin_walk(memory);
+    begin_walk(memory, paired);
     int const first_half = Halves == 2 ? 0 : (static_cast<int>(blockIdx.x) - before) % 2;
     int const group = static_cast<int>(threadIdx.x) / 128;
     int const every = Traced ? walk_chunks : in.plan.cut.chunks;
@@ -363,14 +391,15 @@ __device__ __forceinline__ void walk_along(CUtensorMap const& keys, CUtensorMap 
         cutlass::arch::warpgroup_reg_dealloc<Halves == 2 ? 104 : 128>();
         if constexpr (Erases) {
             x_maker<layout> maker;
-            each([&](walked_head const& walked) { maker.make(memory, walked.chunks); });
+            each([&](walked_head const& walked) { maker.make(memory, walked.chunks, paired, first_half); });
         }
     } else if (group < first_group + Halves) {
         cutlass::arch::warpgroup_reg_alloc<Halves == 2 ? 184 : 200>();
         int const own = Halves == 2 ? group - first_group : 0, half = first_half + own;
         along_carry<Halves, Erases> at;
         each([&](walked_head const& walked) {
-            carry_along<Traced, Halves, Erases, Back>(in, memory, walked, own, half, every, at);
+            carry_along<Traced, Halves, Erases, Back>(in, memory, walked, own, half, every, at,
+                                                      paired ? half ^ 1 : -1);
         });
     }
 }
@@ -393,7 +422,12 @@ static __global__ void __launch_bounds__(delta_state_threads<Erases>, delta_stat
     wait_for_previous_kernel();
     let_next_kernel_come();
     if (blockIdx.x % 2 && in.dims.value <= 64) return; // no head has channels of that half, and nothing awaits it
-    delta::walk_along<false, 1, Erases>(keys, values, in, 0);
+    bool const paired = Erases && cute::cluster_shape().x == 2;
+    delta::walk_along<false, 1, Erases>(keys, values, in, 0, paired);
+    if (paired) {
+        __syncwarp();
+        cute::cluster_sync(); // or the other block might send to shared memory that is gone
+    }
 #endif
 }
 

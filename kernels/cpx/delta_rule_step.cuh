@@ -19,29 +19,30 @@ namespace cpx::kernels::delta {
 /// 4j + 2d + i is that of value channel 16 warp + lane / 4 + 8 d and key channel 8 j + lane % 4 * 2 + i.
 using half_state = float[64];
 
-/// Computes X of a chunk by a warpgroup.
+/// Computes X of a chunk by a warpgroup or, by one panel, of the 64 key channels of `keys`.
+template <int Panels = 2>
 __device__ __forceinline__ void compute_x(char const* inverse, char const* keys, delta_gates const& gates, char* x) {
     int const row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
-    float sum[2][32]; // two halves: one is rounded while the other one is under way
+    float sum[Panels][32]; // one panel is rounded while the other one is under way
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        keep(sum[half]);
+    for (int p = 0; p < Panels; ++p) {
+        keep(sum[p]);
         cute::warpgroup_arrive();
-        multiply_squares<Major::MN, Major::MN, true>(sum[half], inverse, keys + half * panel_bytes);
+        multiply_squares<Major::MN, Major::MN, true>(sum[p], inverse, keys + p * panel_bytes);
         cute::warpgroup_commit_batch();
     }
     float const w[2] = {gates.onward[row], gates.onward[row + 8]};
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        if (half == 0)
+    for (int p = 0; p < Panels; ++p) {
+        if (p + 1 < Panels)
             cute::warpgroup_wait<1>();
         else
             cute::warpgroup_wait<0>();
-        keep(sum[half]);
+        keep(sum[p]);
         std::uint32_t words[16];
 #pragma unroll
-        for (int i = 0; i < 16; ++i) words[i] = two_bf16(w[i % 2] * sum[half][2 * i], w[i % 2] * sum[half][2 * i + 1]);
-        store_operand(words, x + half * panel_bytes);
+        for (int i = 0; i < 16; ++i) words[i] = two_bf16(w[i % 2] * sum[p][2 * i], w[i % 2] * sum[p][2 * i + 1]);
+        store_operand(words, x + p * panel_bytes);
     }
 }
 

@@ -4,6 +4,7 @@
 
 #include <cpx/cuda/nvcc.hpp>
 
+#include <cute/arch/cluster_sm90.hpp>
 #include <cute/arch/copy_sm75.hpp>
 #include <cute/arch/copy_sm90.hpp>
 #include <cute/arch/copy_sm90_tma.hpp>
@@ -12,6 +13,8 @@
 #include <cutlass/arch/reg_reconfig.h>
 
 #include <cuda_bf16.h>
+
+#include <cuda/ptx>
 
 #include <cstddef>
 #include <cstdint>
@@ -63,6 +66,13 @@ __device__ __forceinline__ M& shared_memory() {
     return *static_cast<M*>(__cvta_shared_to_generic(address));
 }
 
+/// Returns where something in a block's shared memory is in that of block number `block` of its cluster.
+template <class T>
+__device__ __forceinline__ T* of_block(T* own, int block) {
+    return static_cast<T*>(__cvta_shared_to_generic(
+        cute::set_block_rank(cute::cast_smem_ptr_to_uint(own), static_cast<std::uint32_t>(block))));
+}
+
 /// Returns 2^x; what is below 2^-126 is 0.
 __device__ __forceinline__ float power_of_two(float x) {
     float result;
@@ -80,6 +90,11 @@ __device__ __forceinline__ void arrive_warp(barrier& b) {
     __syncwarp();
     asm volatile("" ::: "memory");
     if (arrivals_of_warp == 32 || threadIdx.x % 32 == 0) b.base::arrive();
+}
+
+/// The same at that barrier of a block of the same cluster.
+__device__ __forceinline__ void arrive_warp(barrier& b, int block) {
+    if (arrivals_of_warp == 32 || threadIdx.x % 32 == 0) b.base::arrive(static_cast<std::uint32_t>(block));
 }
 
 /// Joins the threads of a warpgroup, number `group` of the block.

@@ -129,9 +129,10 @@ void launch_delta_join(delta_call<Erases, T> const& of, kernels::delta_walk cons
 /// Launches the walks that write states before stretches and, if `walk.last` is wanted, after sequences.
 template <bool Erases, class T>
 void launch_delta_state(delta_call<Erases, T> const& of, kernels::delta_walk const& walk) {
-    launch_hopper(of, "delta_rule_state", kernels::delta_rule_state<Erases>,
-                  of.space.sequences * of.shape.value_heads * 2, kernels::delta_state_threads<Erases>,
-                  sizeof(kernels::delta::state_memory<1, Erases>), panels_of(of.in.k, of.shape.key_dim, of.here),
+    bool const paired = Erases && of.shape.value_dim > 64;
+    index_t const blocks = of.space.sequences * of.shape.value_heads * 2;
+    launch_early(paired ? 2 : 1, kernels::delta_rule_state<Erases>, dims(blocks), kernels::delta_state_threads<Erases>,
+                  sizeof(kernels::delta::state_memory<1, Erases>), of.stream, "delta_rule_state", of.here, panels_of(of.in.k, of.shape.key_dim, of.here),
                   panels_of(of.in.v, of.shape.value_dim, of.here), walk);
 }
 
