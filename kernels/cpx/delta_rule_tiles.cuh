@@ -112,15 +112,21 @@ __device__ __forceinline__ void give_turn(int group) {
     cutlass::arch::NamedBarrier::arrive(256, static_cast<std::uint32_t>(4 + group));
 }
 
+/// Returns where an operand of tensor cores begins, for its description, in units of 16 bytes of the block's own shared
+/// memory: an address has the block's number in its cluster above that.
+__device__ __forceinline__ std::uint64_t operand_at(void const* place) {
+    return (cute::cast_smem_ptr_to_uint(place) & 0x3ffff) >> 4;
+}
+
 /// Describes a panel, or more of them one after the other, as an operand whose rows are 16 elements of the sum: at
 /// 64-element panels along the sum. Step k of 16 begins `(k % 4) * 32` bytes into panel k / 4.
 __device__ __forceinline__ std::uint64_t along_rows(void const* panel) {
-    return cute::cast_smem_ptr_to_uint(panel) >> 4 | 1ull << 16 | 64ull << 32 | 1ull << 62;
+    return operand_at(panel) | 1ull << 16 | 64ull << 32 | 1ull << 62;
 }
 /// The same, transposed: the sum goes down the rows, step k of 16 begins 2048 k bytes into the first panel; panels are
 /// side by side in the other direction.
 __device__ __forceinline__ std::uint64_t down_rows(void const* panel) {
-    return cute::cast_smem_ptr_to_uint(panel) >> 4 | std::uint64_t{panel_bytes >> 4} << 16 | 64ull << 32 | 1ull << 62;
+    return operand_at(panel) | std::uint64_t{panel_bytes >> 4} << 16 | 64ull << 32 | 1ull << 62;
 }
 /// Returns the description of what lies `bytes` further on; only its lower half differs.
 __device__ __forceinline__ std::uint64_t further(std::uint64_t first, int bytes) {
@@ -137,12 +143,12 @@ inline constexpr int cores_bytes = 16 * 128, state_bytes = 16 * cores_bytes;
 
 /// Describes a state as an operand whose rows are key channels, 16 a step: 256 bytes.
 __device__ __forceinline__ std::uint64_t along_cores(void const* state) {
-    return cute::cast_smem_ptr_to_uint(state) >> 4 | std::uint64_t{128 >> 4} << 16 |
+    return operand_at(state) | std::uint64_t{128 >> 4} << 16 |
            std::uint64_t{cores_bytes >> 4} << 32;
 }
 /// The same, transposed: the sum goes over value channels, 16 a step: two times `cores_bytes`.
 __device__ __forceinline__ std::uint64_t down_cores(void const* state) {
-    return cute::cast_smem_ptr_to_uint(state) >> 4 | std::uint64_t{cores_bytes >> 4} << 16 |
+    return operand_at(state) | std::uint64_t{cores_bytes >> 4} << 16 |
            std::uint64_t{128 >> 4} << 32;
 }
 
@@ -158,10 +164,10 @@ __device__ __forceinline__ int in_triangle(int row, int column) {
 /// Describes a triangle as an operand whose sum goes along its rows: step k of 16 begins `(k % 2) * 32` bytes into
 /// panel k / 2; and transposed, where step k begins 1024 k bytes into the first one.
 __device__ __forceinline__ std::uint64_t along_triangle(void const* triangle) {
-    return cute::cast_smem_ptr_to_uint(triangle) >> 4 | 1ull << 16 | 32ull << 32 | 2ull << 62;
+    return operand_at(triangle) | 1ull << 16 | 32ull << 32 | 2ull << 62;
 }
 __device__ __forceinline__ std::uint64_t down_triangle(void const* triangle) {
-    return cute::cast_smem_ptr_to_uint(triangle) >> 4 | std::uint64_t{half_panel >> 4} << 16 | 32ull << 32 | 2ull << 62;
+    return operand_at(triangle) | std::uint64_t{half_panel >> 4} << 16 | 32ull << 32 | 2ull << 62;
 }
 
 /// Zeroes what memory leaves out of N triangles, by a block, before it joins its threads.
