@@ -370,7 +370,8 @@ static __global__ void __launch_bounds__(512, 1)
     delta_stretch const stretch = in.plan.stretches[number];
     begin_main<Erases>(memory); // while that is on its way
     if (stretch.sequence < 0) return;
-    int const first = stretch.number * in.plan.cut.chunks, last = in.plan.end_of(stretch.of, stretch.number);
+    int const first = in.plan.cut.begin(stretch.number, stretch.of.stretches);
+    int const last = in.plan.end_of(stretch.of, stretch.number);
     main_block<Erases> const work{in, memory, heads, head, stretch.of, first, last};
     if (group == 0) {
         cutlass::arch::warpgroup_reg_dealloc<40>();

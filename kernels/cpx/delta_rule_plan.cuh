@@ -54,7 +54,10 @@ inline constexpr int delta_uncut = 1 << 24;
 /// How sequences are cut into stretches, whose outputs are computed beside each other while walks with nothing but the
 /// state go on; a chunk's outputs take about three steps of a walk. No bit depends on it.
 struct delta_cut {
-    int chunks;              ///< of a stretch, but for the last one of a sequence
+    static constexpr int short_chunks = 16;
+
+    int chunks;              ///< of a stretch, but for the last ones of a sequence
+    int shorts = 0;          ///< stretches of `short_chunks` before a sequence's last one: what ends last is to be short
     int multiprocessors = 0; ///< that share the work; 0: last stretches are not longer
     int heads = 1;           ///< value heads
     int walks = 1;           ///< multiprocessors that walk along one sequence and head
@@ -68,9 +71,8 @@ struct delta_cut {
         float const all = static_cast<float>(multiprocessors), length = static_cast<float>(max(longest, 1));
         float const chains = static_cast<float>(heads) * fmaxf(static_cast<float>(all_chunks), 1.0f) / length;
         float const walking = fminf(static_cast<float>(walks) * chains, all);
-        // A last stretch of so much of the longest sequence ends with everything else, if that is evenly distributed;
-        // a tenth more, for outputs beside walks take longer.
-        float const last = 1.1f * (walking + 3 * chains - all) / (2 * all + walking);
+        // A last stretch of so much of the longest sequence ends with everything else, if that is evenly distributed
+        float const last = (walking + 3 * chains - all) / (2 * all + walking);
         return {length * (1 + 2 * fminf(fmaxf(last, 0.0f), 1.0f)), (all - walking) / (3 * chains)};
     }
     /// Returns how many stretches a sequence has. No walk goes past the beginning of the last one: the longer that one
@@ -80,13 +82,34 @@ struct delta_cut {
         if (multiprocessors > 0)
             last = max(last, min(of_chunks, static_cast<int>((s.steps - static_cast<float>(of_chunks)) / 2)));
         if (of_chunks <= last) return 1;
-        return 1 + (last > chunks ? (of_chunks - last + chunks / 2) / chunks : (of_chunks - 1) / chunks);
+        bool const longer = last > chunks; // then the others are as many as come nearest to it
+        int const before = longer ? of_chunks - last : of_chunks - 1, in_longer = before - shorts * short_chunks;
+        auto const count = [&](int n, int of) { return (longer ? n + of / 2 : n) / of; };
+        return 1 + (in_longer < 0 ? count(before, short_chunks) : shorts + count(in_longer, chunks));
     }
-    /// Returns before the stretches of which number the last of so many comes: those that outputs have come to when the
-    /// state has come to its beginning; or a little before, for outputs are slower beside walks.
+    /// Returns the chunk with which a stretch begins, of so many.
+    __device__ __forceinline__ int begin(int number, int stretches) const {
+        int const longer = min(number, max(stretches - 1 - shorts, 0));
+        return longer * chunks + (number - longer) * short_chunks;
+    }
+    /// Returns how many chunks a walk goes from the beginning of a stretch to that of the next one, if there is one.
+    __device__ __forceinline__ int length(int number, int stretches) const {
+        if (number + 1 >= stretches) return delta_uncut;
+        return begin(number + 1, stretches) - begin(number, stretches);
+    }
+    /// Returns how many stretches, the last one aside, begin before a chunk.
+    __device__ __forceinline__ int begun(int chunk, int stretches) const {
+        int const longer = max(stretches - 1 - shorts, 0), further = chunk - longer * chunks;
+        int const number = further <= 0 ? (chunk + chunks - 1) / chunks
+                                        : longer + (further + short_chunks - 1) / short_chunks;
+        return min(number, stretches - 1);
+    }
+    /// Returns before which chunk's stretch the last one of so many comes: outputs have come to that when the state has
+    /// come to the last one's beginning, or are a tenth behind.
     __device__ __forceinline__ int turn_of_last(shares const& s, int stretches) const {
-        if (multiprocessors == 0) return stretches - 1;
-        return static_cast<int>(ceilf(fminf(0.85f * s.pace, 1.0f) * static_cast<float>(stretches - 1)));
+        int const last = begin(stretches - 1, stretches);
+        if (multiprocessors == 0) return last;
+        return static_cast<int>(fminf(1.1f * s.pace, 1.0f) * static_cast<float>(last));
     }
 };
 
@@ -105,7 +128,7 @@ struct delta_plan {
 
     /// Returns the chunk after a stretch's last one.
     __device__ __forceinline__ int end_of(delta_sequence const& sequence, int stretch) const {
-        return stretch + 1 == sequence.stretches ? sequence.chunks : (stretch + 1) * cut.chunks;
+        return stretch + 1 == sequence.stretches ? sequence.chunks : cut.begin(stretch + 1, sequence.stretches);
     }
 };
 
@@ -192,11 +215,11 @@ static __global__ void __launch_bounds__(1024, 1)
         // Last stretches have even times, the others odd ones; at one time the sequences' order counts.
         auto const time_of_last = [&](int stretches) { return 2 * plan.cut.turn_of_last(shares, stretches); };
         int const own = plan.sequences[s].stretches;
-        int const time = stretch + 1 == own ? time_of_last(own) : 2 * stretch + 1;
+        int const time = stretch + 1 == own ? time_of_last(own) : 2 * plan.cut.begin(stretch, own) + 1;
         int place = 0;
         for (int other = 0; other < plan.count; ++other) {
             int const stretches = plan.sequences[other].stretches, first_of_time = other < s ? 1 : 0;
-            place += min(stretches - 1, time / 2 + (time % 2 ? first_of_time : 0));
+            place += plan.cut.begun(time / 2 + (time % 2 ? first_of_time : 0), stretches);
             place += time_of_last(stretches) < time + first_of_time ? 1 : 0;
         }
         plan.stretches[place] = {s, stretch, plan.sequences[s]};

@@ -208,7 +208,7 @@ struct walked_head {
         int const heads = in.key_heads * in.group, chain = place * Halves / 2;
         delta_sequence const sequence = in.plan.sequences[chain / heads];
         return {sequence, chain / heads, chain % heads,
-                Traced || in.last ? sequence.chunks : (sequence.stretches - 1) * in.plan.cut.chunks};
+                Traced || in.last ? sequence.chunks : in.plan.cut.begin(sequence.stretches - 1, sequence.stretches)};
     }
 };
 
@@ -273,12 +273,18 @@ __device__ __forceinline__ void load_along(CUtensorMap const& keys, CUtensorMap 
     }
 }
 
+/// Returns how many chunks a walk goes before it tells so for the `i`th time: to the next stretch; Traced, always alike.
+template <bool Traced>
+__device__ __forceinline__ int chunks_to_tell(delta_walk const& in, walked_head const& walked, int i) {
+    return Traced ? walk_chunks : in.plan.cut.length(i, walked.sequence.stretches);
+}
+
 /// The thread that tells the other kernels how far a walk along has come, every so many chunks: that takes long.
 template <bool Traced, int Halves, bool Erases, bool Back>
 __device__ __forceinline__ void publish_along(delta_walk const& in, state_memory<Halves, Erases>& memory,
-                                              walked_head const& walked, int first_half, int every, int& parity) {
-    for (int c = 0; c < walked.chunks; parity ^= 1) {
-        c = min(c + every, walked.chunks);
+                                              walked_head const& walked, int first_half, int& parity) {
+    for (int c = 0, told = 0; c < walked.chunks; parity ^= 1) {
+        c = min(c + chunks_to_tell<Traced>(in, walked, told++), walked.chunks);
         wait(memory.written, parity);
         memory.seen.arrive();
 #pragma unroll
@@ -286,7 +292,7 @@ __device__ __forceinline__ void publish_along(delta_walk const& in, state_memory
             if (Traced)
                 publish(in.plan.flags + 2 * in.half_of(walked.number, walked.head, half) + (Back ? 1 : 0), c);
             else
-                publish(in.plan.flags + in.half_of(walked.sequence.first_stretch + c / every, walked.head, half), 1);
+                publish(in.plan.flags + in.half_of(walked.sequence.first_stretch + told, walked.head, half), 1);
     }
 }
 
@@ -298,10 +304,10 @@ struct along_carry {
     int parity = 1;
 };
 
-/// Carries half a state along, number `own` of those of the block; `every`: chunks between states that are written.
+/// Carries half a state along, number `own` of those of the block.
 template <bool Traced, int Halves, bool Erases, bool Back>
 __device__ __forceinline__ void carry_along(delta_walk const& in, state_memory<Halves, Erases>& memory,
-                                            walked_head const& walked, int own, int half, int every,
+                                            walked_head const& walked, int own, int half,
                                             along_carry<Halves, Erases>& at, int peer) {
     auto& [r, x, parity] = at;
     int const number = walked.number, head = walked.head, chunks = walked.chunks;
@@ -310,7 +316,7 @@ __device__ __forceinline__ void carry_along(delta_walk const& in, state_memory<H
     float* snapshot = in.snapshots + in.half_of(walked.sequence.first_stretch + 1, head, half) * snapshot_words;
     char* trace =
         in.states + in.half_of(walked.sequence.first_chunk + (Back ? chunks - 1 : 0), head, half) * (state_bytes / 2);
-    int left = every;
+    int told = 0, left = chunks_to_tell<Traced>(in, walked, told);
     std::uint32_t v[16];
     float fading = 0;
     auto const await_chunk = [&] {
@@ -342,7 +348,7 @@ __device__ __forceinline__ void carry_along(delta_walk const& in, state_memory<H
         keep(s);
         if constexpr (!Erases) arrive_warp(read);
         if (--left == 0 || c + 1 == chunks) {
-            left = every;
+            left = chunks_to_tell<Traced>(in, walked, ++told);
             if (!Traced && !(in.last && c + 1 == chunks)) {
                 store_words(s, snapshot);
                 snapshot += in.half_of(1, 0, 0) * snapshot_words;
@@ -372,7 +378,6 @@ __device__ __forceinline__ void walk_along(CUtensorMap const& keys, CUtensorMap 
     begin_walk(memory, paired);
     int const first_half = Halves == 2 ? 0 : (static_cast<int>(blockIdx.x) - before) % 2;
     int const group = static_cast<int>(threadIdx.x) / 128;
-    int const every = Traced ? walk_chunks : in.plan.cut.chunks;
     auto const each = [&](auto&& f) { each_head<Traced, Halves>(in, before, f); };
     if (group == 0) {
         cutlass::arch::warpgroup_reg_dealloc<40>();
@@ -384,7 +389,7 @@ __device__ __forceinline__ void walk_along(CUtensorMap const& keys, CUtensorMap 
         } else if (threadIdx.x == 32) {
             int parity = 0;
             each([&](walked_head const& walked) {
-                publish_along<Traced, Halves, Erases, Back>(in, memory, walked, first_half, every, parity);
+                publish_along<Traced, Halves, Erases, Back>(in, memory, walked, first_half, parity);
             });
         }
     } else if (group < first_group) {
@@ -398,7 +403,7 @@ __device__ __forceinline__ void walk_along(CUtensorMap const& keys, CUtensorMap 
         int const own = Halves == 2 ? group - first_group : 0, half = first_half + own;
         along_carry<Halves, Erases> at;
         each([&](walked_head const& walked) {
-            carry_along<Traced, Halves, Erases, Back>(in, memory, walked, own, half, every, at,
+            carry_along<Traced, Halves, Erases, Back>(in, memory, walked, own, half, at,
                                                       paired ? half ^ 1 : -1);
         });
     }

@@ -32,7 +32,7 @@ struct planned {
         auto const count = static_cast<std::int64_t>(tokens.size());
         // a launch's room, which knows no lengths: `cuda::detail::delta_plan_space`
         std::int64_t const rows = offsets.back() - missing, chunks = rows / 64 + 2 * count;
-        stretches.resize(static_cast<std::size_t>(chunks / cut.chunks + count), {7, 7, {}});
+        stretches.resize(static_cast<std::size_t>(chunks / cut.chunks + count * (1 + cut.shorts)), {7, 7, {}});
         flags.resize(8, 7);
         plan = {sequences.data(),
                 stretches.data(),
@@ -49,10 +49,11 @@ struct planned {
     }
 };
 
-/// Checks that every stretch is in the list once, and that those of a sequence are all of it, and but for the last in
-/// order.
+/// Checks that every stretch is in the list once, and that those of a sequence are all of it, as long as the cut says,
+/// and but for the last in order.
 void check(kernels::delta_cut const& cut, std::vector<std::int64_t> const& tokens) {
     CAPTURE(cut.chunks);
+    CAPTURE(cut.shorts);
     CAPTURE(cut.multiprocessors);
     CAPTURE(cut.heads);
     planned const p(cut, tokens);
@@ -79,12 +80,21 @@ void check(kernels::delta_cut const& cut, std::vector<std::int64_t> const& token
         }
         CHECK(has_last);
         REQUIRE(static_cast<int>(numbers.size()) == sequence.stretches - 1);
+        int begin = 0;
         for (int k = 0; k + 1 < sequence.stretches; ++k) {
             CHECK(numbers[static_cast<std::size_t>(k)] == k);
-            CHECK(p.plan.end_of(sequence, k) == (k + 1) * cut.chunks);
+            CHECK(cut.begin(k, sequence.stretches) == begin);
+            int const length = sequence.stretches - 1 - k > cut.shorts ? cut.chunks : kernels::delta_cut::short_chunks;
+            CHECK(cut.length(k, sequence.stretches) == length);
+            begin += length;
+            CHECK(p.plan.end_of(sequence, k) == begin);
+            for (int const chunk : {begin - length, begin - 1}) // it begins before what follows its first chunk
+                CHECK(cut.begun(chunk + 1, sequence.stretches) == k + 1);
         }
+        CHECK(cut.begin(sequence.stretches - 1, sequence.stretches) == begin);
+        CHECK(cut.length(sequence.stretches - 1, sequence.stretches) >= sequence.chunks - begin); // a walk's end
         CHECK(p.plan.end_of(sequence, sequence.stretches - 1) == sequence.chunks);
-        if (sequence.chunks > 0) CHECK((sequence.stretches - 1) * cut.chunks < sequence.chunks);
+        if (sequence.chunks > 0) CHECK(begin < sequence.chunks);
     }
     CHECK(p.totals[0] == chunks);
     CHECK(p.totals[1] == stretches);
@@ -99,15 +109,15 @@ TEST_SUITE("cuda_on_cpu") {
     TEST_CASE("every stretch of a batch has its place in the order of the delta rule's kernels, however it is cut") {
         for (int const multiprocessors : {0, 13, 132})
             for (int const heads : {1, 32, 48})
-                for (int const chunks : {1, 16}) {
-                    kernels::delta_cut const cut{chunks, multiprocessors, heads, 2};
+                for (auto const& [chunks, shorts] : {std::pair(1, 0), {16, 0}, {20, 3}, {36, 1}, {64, 8}}) {
+                    kernels::delta_cut const cut{chunks, shorts, multiprocessors, heads, 2};
                     check(cut, {64 * 300 + 1});
                     check(cut, {64 * 100, 0, 1, 64 * 170, 64 * 16, 64 * 17});
                 }
     }
 
     TEST_CASE("a batch for which there is no room traps before it is written elsewhere") {
-        kernels::delta_cut const cut{16, 132, 32, 2};
+        kernels::delta_cut const cut{16, 0, 132, 32, 2};
         std::vector<std::int64_t> const tokens{64 * 100, 0, 1, 64 * 16};
         planned const fits(cut, tokens, 0, tokens);
         CHECK(fits.totals[0] == 117);
@@ -118,12 +128,13 @@ TEST_SUITE("cuda_on_cpu") {
     }
 
     TEST_CASE("the last stretch of a sequence is as long as it can be, and comes shortly before the state does") {
-        planned const one({24, 132, 32, 2}, {64 * 512}), two({24, 132, 32, 2}, {64 * 256, 64 * 256});
-        CHECK(one.sequences[0].stretches == 20); // the last one has 56 chunks
-        CHECK(one.stretches[12].number == 19);
-        for (auto const& sequence : two.sequences) CHECK(sequence.stretches == 6);      // 136
+        planned const one({36, 4, 132, 32, 2}, {64 * 512}), two({36, 2, 132, 32, 2}, {64 * 256, 64 * 256});
+        CHECK(one.sequences[0].stretches == 16); // 11 of 36, 4 of 16, and one of 52
+        CHECK(one.plan.cut.begin(15, 16) == 460);
+        CHECK(one.stretches[10].number == 15);
+        for (auto const& sequence : two.sequences) CHECK(sequence.stretches == 6);      // 116
         for (std::size_t const place : {2, 3}) CHECK(two.stretches[place].number == 5); // after the first ones
-        planned const few({16, 132, 8, 2}, {64 * 512}); // whose states take longest: none is longer
+        planned const few({16, 0, 132, 8, 2}, {64 * 512}); // whose states take longest: none is longer
         CHECK(few.sequences[0].stretches == 32);
         CHECK(few.stretches[31].number == 31);
     }

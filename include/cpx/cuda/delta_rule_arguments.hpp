@@ -108,7 +108,7 @@ inline delta_space delta_plan_space(gated_delta_rule_shape const& shape, index_t
     space.chunks = delta_chunks(tokens, sequences);
     space.cut = cut;
     require_stretch(shape);
-    space.stretches = space.chunks / cut.chunks + sequences;
+    space.stretches = space.chunks / cut.chunks + sequences * (1 + cut.shorts);
     space.plan = space.take(sequences, sizeof(kernels::delta_sequence));
     space.stretch_list = space.take(space.stretches, sizeof(kernels::delta_stretch));
     space.totals = space.take(3, sizeof(int));

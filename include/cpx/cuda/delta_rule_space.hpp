@@ -43,8 +43,8 @@ inline kernels::delta_cut delta_scan_cut(gated_delta_rule_shape const& shape) {
 }
 
 /// Returns how sequences are cut: not at all, if they and heads alone keep the multiprocessors busy; else into
-/// stretches of 16 chunks, or more if there are stretches enough for five or seven waves of blocks, as a state is
-/// written and read before each.
+/// stretches of 16 chunks, or more if there are stretches enough for some waves of blocks, as a state is written and
+/// read before each. The last wave or two are then short ones.
 template <bool Erases>
 kernels::delta_cut delta_cut_of(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences,
                                 delta_order order) {
@@ -54,7 +54,10 @@ kernels::delta_cut delta_cut_of(gated_delta_rule_shape const& shape, index_t tok
     if (fills_multiprocessors(sequences * heads)) return {kernels::delta_uncut};
     if (order == delta_order::states_first) return {16};
     index_t const chunks = tokens / kernels::delta_chunk * heads / all; // of one of them
-    return {chunks >= 64 * 7 ? 64 : chunks >= 24 * 5 ? 24 : 16, all, heads, 2 / kernels::delta_state_blocks<Erases>};
+    int const wave = static_cast<int>(all / (sequences * heads)), walks = 2 / kernels::delta_state_blocks<Erases>;
+    if (chunks < 36 * 3) return {16, 0, all, heads, walks};
+    return chunks < 64 * 3 ? kernels::delta_cut{36, wave, all, heads, walks}
+                           : kernels::delta_cut{64, 2 * wave, all, heads, walks};
 }
 
 /// Whether tensor cores can be used, where the copy engine can read and write all rows: of heads whose channels, beside
