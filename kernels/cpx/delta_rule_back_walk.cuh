@@ -45,7 +45,8 @@ struct back_walk {
     layout& memory;
     int heads, first_half, head, number; ///< value heads in all; of the walk, as the number of its sequence
     delta_sequence sequence;
-    int chunks; ///< of the sequence
+    int chunks;  ///< of the sequence
+    bool paired; ///< with a block of the same cluster, of which either makes half of X for both
 
     // A warp each:
     __device__ void load_keys(CUtensorMap const& queries, CUtensorMap const& keys, int lane) const;
@@ -176,8 +177,8 @@ __device__ __forceinline__ void back_walk<Halves>::make_x() const {
         wait(memory.full[r.at], r.parity);
         wait(memory.inverse_full[a.at], a.parity);
         wait(memory.x_empty[x.at], x.parity ^ 1);
-        compute_x(memory.inverse[a.at], memory.keys[r.at], memory.gates[r.at], memory.x[x.at]);
-        cutlass::arch::fence_view_async_shared();
+        make_one_x(memory.inverse[a.at], memory.keys[r.at], memory.gates[r.at], memory.x[x.at], memory.x_full[x.at],
+                   paired, first_half);
         arrive_warp(memory.x_full[x.at]);
         arrive_warp(memory.inverse_empty[a.at]);
         arrive_warp(memory.empty[r.at]);

@@ -121,6 +121,7 @@ __device__ __forceinline__ void carried_gradient<Halves, Folds>::pass_chunk(int 
     if constexpr (both) give_turn(5 - group);
     arrive_warp(memory.p_empty[p_at]);
     arrive_warp(memory.x_empty[side]);
+    if (!both && walk.paired) arrive_warp(memory.x_empty[side], half ^ 1);
     if constexpr (!Folds) {
         std::uint32_t dv[16];
         round_to_operand(dy, dv);
@@ -154,7 +155,7 @@ __device__ __forceinline__ void back_walk<Halves>::carry_gradient(int group) con
 
 /// Clears what is never written, and makes the barriers.
 template <int Halves, bool Folds>
-__device__ __forceinline__ void begin_walk_back(dstate_memory<Halves>& memory) {
+__device__ __forceinline__ void begin_walk_back(dstate_memory<Halves>& memory, bool paired) {
     using layout = dstate_memory<Halves>;
     constexpr bool both = Halves == 2;
     clear_triangles(memory.inverse);
@@ -166,11 +167,12 @@ __device__ __forceinline__ void begin_walk_back(dstate_memory<Halves>& memory) {
             for (auto& full : memory.dvalues_full[i]) full.init(4);
         }
         for (int i = 0; i < Halves; ++i) memory.p_full[i].init(4), memory.p_empty[i].init(4 * Halves);
-        for (int i = 0; i < 2; ++i) memory.x_full[i].init(4), memory.x_empty[i].init(4 * Halves);
+        for (int i = 0; i < 2; ++i) memory.x_full[i].init(4), memory.x_empty[i].init(both || paired ? 8 : 4);
         memory.landed.init(1), memory.dout_landed.init(1);
         cutlass::arch::fence_barrier_init();
     }
     __syncthreads();
+    if (paired) cute::cluster_sync();
 }
 
 /// Walks back along Halves halves of the value channels of a sequence and value head, `block` of all of them; `initial`
@@ -184,12 +186,15 @@ __device__ __forceinline__ void walk_back(CUtensorMap const& queries, CUtensorMa
     using layout = dstate_memory<Halves>;
     auto& memory = shared_memory<layout>();
     constexpr bool both = Halves == 2;
-    begin_walk_back<Halves, Folds>(memory);
+    bool const paired = !both && cute::cluster_shape().x == 2;
+    begin_walk_back<Halves, Folds>(memory, paired);
+    wait_for_previous_kernel();
+    let_next_kernel_come();
     int const heads = in.key_heads * in.group, first_half = both ? 0 : block % 2;
     int const head = block * Halves / 2 % heads, number = block * Halves / 2 / heads;
     delta_sequence const sequence = in.plan.sequences[number];
     int const chunks = sequence.chunks, group = static_cast<int>(threadIdx.x) / 128;
-    back_walk<Halves> const walk{in, memory, heads, first_half, head, number, sequence, chunks};
+    back_walk<Halves> const walk{in, memory, heads, first_half, head, number, sequence, chunks, paired};
     if (group == 0) {
         cutlass::arch::warpgroup_reg_dealloc<40>();
         int const warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
@@ -209,6 +214,7 @@ __device__ __forceinline__ void walk_back(CUtensorMap const& queries, CUtensorMa
         cutlass::arch::warpgroup_reg_alloc<both ? 184 : 232>();
         walk.template carry_gradient<Folds>(group);
     }
+    if (paired) leave_cluster();
 }
 
 } // namespace delta
@@ -230,8 +236,6 @@ static __global__ void __launch_bounds__(delta_walks_threads<Erases>, delta_walk
                      __grid_constant__ CUtensorMap const dvalues, delta_walk const along, delta_walk const back,
                      delta_dvalues const to) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    wait_for_previous_kernel();
-    let_next_kernel_come();
     int const backs = back.plan.count * back.key_heads * back.group * 2 / Halves, block = static_cast<int>(blockIdx.x);
     if (block >= backs)
         delta::walk_along<true, Halves, Erases>(keys, values, along, backs);
@@ -249,8 +253,6 @@ static __global__ void __launch_bounds__(512, 1)
     delta_rule_fold_back(__grid_constant__ CUtensorMap const queries, __grid_constant__ CUtensorMap const keys,
                          __grid_constant__ CUtensorMap const dout, delta_walk const back) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    wait_for_previous_kernel();
-    let_next_kernel_come();
     delta::walk_back<Halves, true>(queries, keys, dout, dout, back, {}, static_cast<int>(blockIdx.x));
 #endif
 }

@@ -125,8 +125,22 @@ __device__ __forceinline__ void begin_walk(state_memory<Halves, Erases>& memory,
     if (paired) cute::cluster_sync(); // or what the other block sends might come before there are barriers
 }
 
-/// Makes X of chunk after chunk, in the memory of a walk or of a fold, by a warpgroup; `paired`: the panel of it that has
-/// the block's own number, for both blocks of the cluster.
+/// Makes X of a chunk, for who reads it after `full`, by a warpgroup, which has still to arrive there; or, `paired`, the
+/// panel of it that has the block's own number in its cluster, for both blocks.
+__device__ __forceinline__ void make_one_x(char const* inverse, char const* keys, delta_gates const& gates, char* x,
+                                           barrier& full, bool paired, int own) {
+    if (paired) {
+        char* const panel = x + own * panel_bytes;
+        compute_x<1>(inverse, keys + own * panel_bytes, gates, panel);
+        cutlass::arch::fence_view_async_shared();
+        share_rows(panel, full, own ^ 1);
+    } else {
+        compute_x(inverse, keys, gates, x);
+        cutlass::arch::fence_view_async_shared();
+    }
+}
+
+/// Makes X of chunk after chunk, in the memory of a walk or of a fold, by a warpgroup.
 template <class Memory>
 struct x_maker {
     ring<Memory::stages> r;
@@ -140,31 +154,11 @@ struct x_maker {
             wait(memory.full[r.at], r.parity);
             // The X that was here is read where the next one's Y is made: sooner both would round, later K S would wait
             if (done + 1 >= Memory::xs) wait(memory.read[x.at], x.parity ^ 1);
-            if (paired) {
-                char* const panel = memory.x[at] + own * panel_bytes;
-                compute_x<1>(memory.inverse[r.at], memory.keys[r.at] + own * panel_bytes, memory.gates[r.at], panel);
-                cutlass::arch::fence_view_async_shared();
-                share_rows(panel, memory.x_full[at], own ^ 1);
-            } else {
-                compute_x(memory.inverse[r.at], memory.keys[r.at], memory.gates[r.at], memory.x[at]);
-                cutlass::arch::fence_view_async_shared();
-            }
+            make_one_x(memory.inverse[r.at], memory.keys[r.at], memory.gates[r.at], memory.x[at], memory.x_full[at],
+                       paired, own);
             arrive_warp(memory.x_full[at]);
             arrive_warp(memory.empty[r.at]);
         }
-    }
-
-private:
-    /// Sends the 16 rows of a panel that a warp has written to the same place in another block, whose same warp sends as
-    /// much to this one.
-    static __device__ __forceinline__ void share_rows(char* panel, barrier& full, int block) {
-        constexpr std::uint32_t bytes = panel_bytes / 4;
-        char* const rows = panel + threadIdx.x / 32 % 4 * bytes;
-        __syncwarp();
-        if (threadIdx.x % 32 != 0) return;
-        full.expect_transaction(bytes);
-        ::cuda::ptx::cp_async_bulk(::cuda::ptx::space_cluster, ::cuda::ptx::space_shared, of_block(rows, block), rows, bytes,
-                                 reinterpret_cast<std::uint64_t*>(of_block(&full, block)));
     }
 };
 
@@ -370,12 +364,15 @@ __device__ __forceinline__ void carry_along(delta_walk const& in, state_memory<H
 /// Where nothing is erased the gradient of the state is a walk Back: with queries for keys, dO for values.
 template <bool Traced, int Halves, bool Erases, bool Back = false>
 __device__ __forceinline__ void walk_along(CUtensorMap const& keys, CUtensorMap const& values, delta_walk const& in,
-                                           int before, bool paired = false) {
+                                           int before) {
     static_assert(!(Erases && Back) && (Traced || !Back) && (Traced || Halves == 1));
     using layout = state_memory<Halves, Erases>;
     auto& memory = shared_memory<layout>();
     constexpr int first_group = Erases ? 2 : 1;
+    bool const paired = Erases && Halves == 1 && cute::cluster_shape().x == 2;
     begin_walk(memory, paired);
+    wait_for_previous_kernel();
+    let_next_kernel_come();
     int const first_half = Halves == 2 ? 0 : (static_cast<int>(blockIdx.x) - before) % 2;
     int const group = static_cast<int>(threadIdx.x) / 128;
     auto const each = [&](auto&& f) { each_head<Traced, Halves>(in, before, f); };
@@ -407,6 +404,7 @@ __device__ __forceinline__ void walk_along(CUtensorMap const& keys, CUtensorMap 
                                                       paired ? half ^ 1 : -1);
         });
     }
+    if (paired) leave_cluster();
 }
 
 } // namespace delta
@@ -424,15 +422,8 @@ static __global__ void __launch_bounds__(delta_state_threads<Erases>, delta_stat
     delta_rule_state(__grid_constant__ CUtensorMap const keys, __grid_constant__ CUtensorMap const values,
                      delta_walk const in) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    wait_for_previous_kernel();
-    let_next_kernel_come();
     if (blockIdx.x % 2 && in.dims.value <= 64) return; // no head has channels of that half, and nothing awaits it
-    bool const paired = Erases && cute::cluster_shape().x == 2;
-    delta::walk_along<false, 1, Erases>(keys, values, in, 0, paired);
-    if (paired) {
-        __syncwarp();
-        cute::cluster_sync(); // or the other block might send to shared memory that is gone
-    }
+    delta::walk_along<false, 1, Erases>(keys, values, in, 0);
 #endif
 }
 

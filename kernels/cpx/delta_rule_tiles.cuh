@@ -104,6 +104,12 @@ __device__ __forceinline__ void join_group(int group) {
     asm volatile("" ::: "memory");
 }
 
+/// A block ends with the others of its cluster, which send to its shared memory until then.
+__device__ __forceinline__ void leave_cluster() {
+    __syncwarp();
+    cute::cluster_sync();
+}
+
 /// Two warpgroups of a block take turns: each waits until the other one has given it its turn.
 __device__ __forceinline__ void take_turn(int group) {
     cutlass::arch::NamedBarrier::sync(256, static_cast<std::uint32_t>(4 + group));
@@ -349,6 +355,17 @@ __device__ __forceinline__ void store_operand(std::uint32_t const* a, char* pane
     for (int i = 0; i < 4; ++i)
         cute::SM90_U32x4_STSM_N::copy(a[4 * i], a[4 * i + 1], a[4 * i + 2], a[4 * i + 3],
                                       *reinterpret_cast<cute::uint128_t*>(panel + place_straight(i, thread)));
+}
+/// Sends the 16 rows of a panel that a warp has written, and fenced, to the same place in another block, whose same warp
+/// sends as much to this one: either barrier `full` awaits both.
+__device__ __forceinline__ void share_rows(char* panel, barrier& full, int block) {
+    constexpr std::uint32_t bytes = panel_bytes / 4;
+    char* const rows = panel + threadIdx.x / 32 % 4 * bytes;
+    __syncwarp();
+    if (threadIdx.x % 32 != 0) return;
+    full.expect_transaction(bytes);
+    ::cuda::ptx::cp_async_bulk(::cuda::ptx::space_cluster, ::cuda::ptx::space_shared, of_block(rows, block), rows,
+                               bytes, reinterpret_cast<std::uint64_t*>(of_block(&full, block)));
 }
 __device__ __forceinline__ void load_operand(char const* panel, std::uint32_t* a) {
 #pragma unroll

@@ -49,12 +49,17 @@ kernels::delta_head_rows delta_view(rows<T> r, index_t dim) {
     return {delta_view(r), static_cast<int>(dim)};
 }
 
-/// Launches a kernel that waits for the one before it by itself, with much shared memory.
+/// Launches a kernel that waits for the one before it by itself, with much shared memory, in clusters of so many blocks.
+template <class Call, class... P>
+void launch_hopper(Call const& of, char const* what, int cluster, void (*kernel)(P...), index_t blocks, int threads,
+                   std::size_t shared, std::type_identity_t<P> const&... arguments) {
+    require(blocks < index_t{1} << 31, "cuda::gated_delta_rule", "blocks", "less than 2^31", blocks, of.here);
+    launch_early(cluster, kernel, dims(blocks), dims(threads), shared, of.stream, what, of.here, arguments...);
+}
 template <class Call, class... P>
 void launch_hopper(Call const& of, char const* what, void (*kernel)(P...), index_t blocks, int threads,
                    std::size_t shared, std::type_identity_t<P> const&... arguments) {
-    require(blocks < index_t{1} << 31, "cuda::gated_delta_rule", "blocks", "less than 2^31", blocks, of.here);
-    launch_early(kernel, dims(blocks), dims(threads), shared, of.stream, what, of.here, arguments...);
+    launch_hopper(of, what, 1, kernel, blocks, threads, shared, arguments...);
 }
 
 /// Returns what walks are given: inverses and gates are in the workspace or, if that has no place for them, in
@@ -129,10 +134,10 @@ void launch_delta_join(delta_call<Erases, T> const& of, kernels::delta_walk cons
 /// Launches the walks that write states before stretches and, if `walk.last` is wanted, after sequences.
 template <bool Erases, class T>
 void launch_delta_state(delta_call<Erases, T> const& of, kernels::delta_walk const& walk) {
-    bool const paired = Erases && of.shape.value_dim > 64;
-    index_t const blocks = of.space.sequences * of.shape.value_heads * 2;
-    launch_early(paired ? 2 : 1, kernels::delta_rule_state<Erases>, dims(blocks), kernels::delta_state_threads<Erases>,
-                  sizeof(kernels::delta::state_memory<1, Erases>), of.stream, "delta_rule_state", of.here, panels_of(of.in.k, of.shape.key_dim, of.here),
+    int const paired = Erases && of.shape.value_dim > 64 ? 2 : 1; // both halves of a state, which share X
+    launch_hopper(of, "delta_rule_state", paired, kernels::delta_rule_state<Erases>,
+                  of.space.sequences * of.shape.value_heads * 2, kernels::delta_state_threads<Erases>,
+                  sizeof(kernels::delta::state_memory<1, Erases>), panels_of(of.in.k, of.shape.key_dim, of.here),
                   panels_of(of.in.v, of.shape.value_dim, of.here), walk);
 }
 
@@ -270,7 +275,7 @@ void launch_delta_hopper_backward(delta_call<Erases, T> const& of, rows<T const>
     bool const both = Erases && fills_multiprocessors(2 * chains);
     with_halves<Erases>(both, [&](auto halves) {
         constexpr std::size_t bytes = sizeof(delta::state_memory<halves, Erases>);
-        launch_hopper(of, "delta_rule_walks", kernels::delta_rule_walks<halves, Erases>,
+        launch_hopper(of, "delta_rule_walks", Erases && halves == 1 ? 2 : 1, kernels::delta_rule_walks<halves, Erases>,
                       chains * 2 / halves + (both ? along : 2 * chains), kernels::delta_walks_threads<Erases>,
                       Erases ? std::max(bytes, sizeof(delta::dstate_memory<halves>)) : bytes, q, k, v, d, dv, walk,
                       back, kernels::delta_dvalues{delta_view(to.dv, values)});
