@@ -56,8 +56,8 @@ inline constexpr int delta_uncut = 1 << 24;
 struct delta_cut {
     static constexpr int short_chunks = 16;
 
-    int chunks;              ///< of a stretch, but for the last ones of a sequence
-    int shorts = 0;          ///< stretches of `short_chunks` before a sequence's last one: what ends last is to be short
+    int chunks;     ///< of a stretch, but for the last ones of a sequence
+    int shorts = 0; ///< stretches of `short_chunks` before a sequence's last one: what ends last is to be short
     int multiprocessors = 0; ///< that share the work; 0: last stretches are not longer
     int heads = 1;           ///< value heads
     int walks = 1;           ///< multiprocessors that walk along one sequence and head
@@ -100,8 +100,8 @@ struct delta_cut {
     /// Returns how many stretches, the last one aside, begin before a chunk.
     __device__ __forceinline__ int begun(int chunk, int stretches) const {
         int const longer = max(stretches - 1 - shorts, 0), further = chunk - longer * chunks;
-        int const number = further <= 0 ? (chunk + chunks - 1) / chunks
-                                        : longer + (further + short_chunks - 1) / short_chunks;
+        int const number =
+            further <= 0 ? (chunk + chunks - 1) / chunks : longer + (further + short_chunks - 1) / short_chunks;
         return min(number, stretches - 1);
     }
     /// Returns before which chunk's stretch the last one of so many comes: outputs have come to that when the state has

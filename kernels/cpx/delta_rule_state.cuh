@@ -2,49 +2,13 @@
 // The gated delta rule's chain (sm_90a): the states before the stretches of a sequence, with nothing but the state.
 #pragma once
 
-#include <cpx/delta_rule_step.cuh>
+#include <cpx/delta_rule_walk.cuh>
 
 namespace cpx::kernels {
 
-/// What the kernels that walk along sequences are given besides their tensor maps. States are (sequences, value heads)
-/// of `dims`, key channels first; null: zeros, or not wanted.
-struct delta_walk {
-    delta_plan plan;
-    delta_prepared prepared;
-    float const* initial;
-    float* last;      ///< states after the sequences
-    float* snapshots; ///< (stretches, value heads, 2, 64 * 128): states before the stretches, as they lie in registers
-    int key_heads, group;
-    delta_dims dims;
-    float scale;
-    char* states = nullptr; ///< (chunks, value heads) of `state_bytes`: states before chunks
-
-    /// Returns where a state of the caller's lies.
-    __device__ __forceinline__ std::int64_t given_of(int sequence, int head) const {
-        return (std::int64_t{sequence} * key_heads * group + head) * dims.key * dims.value;
-    }
-    /// The same of one in the workspace, which has 128 channels of either, zeros beyond the heads' own.
-    __device__ __forceinline__ std::int64_t state_of(int stretch, int head) const {
-        return (std::int64_t{stretch} * key_heads * group + head) * 128 * 128;
-    }
-    /// Returns which half of a snapshot this is, and which flag.
-    __device__ __forceinline__ std::int64_t half_of(int stretch, int head, int half) const {
-        return (std::int64_t{stretch} * key_heads * group + head) * 2 + half;
-    }
-};
-
 namespace delta {
 
-inline constexpr int snapshot_words = 64 * 128;
-
-/// What a walk has besides where something is erased: A, and X.
-template <bool Erases, std::size_t Stages, std::size_t Xs = 2>
-struct erasing_memory {
-    char inverse[Stages][panel_bytes], x[Xs][2 * panel_bytes];
-};
-template <std::size_t Stages, std::size_t Xs>
-struct erasing_memory<false, Stages, Xs> {};
-
+/// A block with one half makes X two chunks ahead: half of it comes from the other half's block.
 template <std::size_t Halves, bool Erases>
 struct state_memory : erasing_memory<Erases, 4, Halves == 1 ? 3 : 2> {
     static constexpr int stages = 4, xs = Halves == 1 ? 3 : 2;
@@ -53,60 +17,13 @@ struct state_memory : erasing_memory<Erases, 4, Halves == 1 ? 3 : 2> {
     barrier full[stages], empty[stages], x_full[xs], read[xs], written, seen, landed;
 };
 
-/// A place in a ring of N buffers, and the parity of the next fill of it.
-template <int N>
-struct ring {
-    int at = 0, parity = 0;
-    __device__ __forceinline__ void next() {
-        if (++at == N) at = 0, parity ^= 1;
-    }
-};
-
-__device__ __forceinline__ void publish(int* flag, int value) {
-    asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
-}
-/// Waits until a flag has at least this value.
-__device__ __forceinline__ void await(int const* flag, int least) {
-    int value = 0;
-    do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");
-    while (value < least);
-}
-
-/// After how many chunks a walk of the backward says how far it has come.
-inline constexpr int walk_chunks = 8;
-
-/// Which of a chunk's gates a kernel reads: all, those of the state's step, or those of tokens by tokens and rows.
-struct gates_read {
-    int first, last;
-    __device__ constexpr int bytes() const { return last - first; }
-};
-inline constexpr gates_read all_gates{0, sizeof(delta_gates)}, step_gates{0, offsetof(delta_gates, sum)},
-    token_gates{offsetof(delta_gates, decay), offsetof(delta_gates, until)};
-
-/// Asks for the inverse of a chunk and head.
-__device__ __forceinline__ void load_inverse(delta_prepared const& from, std::int64_t place, barrier& full,
-                                             char* inverse) {
-    load_triangle(from.inverse + place * triangle_bytes, full, inverse);
-}
-__device__ __forceinline__ void load_gates(delta_prepared const& from, std::int64_t place, barrier& full,
-                                           delta_gates& gates, gates_read which) {
-    cute::SM90_BULK_COPY_G2S::copy(reinterpret_cast<char const*>(from.gates + place) + which.first,
-                                   reinterpret_cast<std::uint64_t*>(&full),
-                                   reinterpret_cast<char*>(&gates) + which.first, which.bytes());
-}
-__device__ __forceinline__ void load_prepared(delta_prepared const& from, std::int64_t place, barrier& full,
-                                              char* inverse, delta_gates& gates, gates_read which) {
-    load_inverse(from, place, full, inverse);
-    load_gates(from, place, full, gates, which);
-}
-
 } // namespace delta
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 namespace delta {
 
-/// Clears what is never written, and makes the barriers.
-/// `paired`: with a block of the same cluster, of which either makes half of X for both.
+/// Clears what is never written, and makes the barriers. `paired`: with a block of the same cluster, of which either makes
+/// half of X for both.
 template <std::size_t Halves, bool Erases>
 __device__ __forceinline__ void begin_walk(state_memory<Halves, Erases>& memory, bool paired) {
     constexpr int stages = state_memory<Halves, Erases>::stages, first_group = Erases ? 2 : 1;
@@ -123,71 +40,6 @@ __device__ __forceinline__ void begin_walk(state_memory<Halves, Erases>& memory,
     }
     __syncthreads();
     if (paired) cute::cluster_sync(); // or what the other block sends might come before there are barriers
-}
-
-/// Makes X of a chunk, for who reads it after `full`, by a warpgroup, which has still to arrive there; or, `paired`, the
-/// panel of it that has the block's own number in its cluster, for both blocks.
-__device__ __forceinline__ void make_one_x(char const* inverse, char const* keys, delta_gates const& gates, char* x,
-                                           barrier& full, bool paired, int own) {
-    if (paired) {
-        char* const panel = x + own * panel_bytes;
-        compute_x<1>(inverse, keys + own * panel_bytes, gates, panel);
-        cutlass::arch::fence_view_async_shared();
-        share_rows(panel, full, own ^ 1);
-    } else {
-        compute_x(inverse, keys, gates, x);
-        cutlass::arch::fence_view_async_shared();
-    }
-}
-
-/// Makes X of chunk after chunk, in the memory of a walk or of a fold, by a warpgroup.
-template <class Memory>
-struct x_maker {
-    ring<Memory::stages> r;
-    ring<Memory::xs> x;
-    int done = 0; ///< chunks
-
-    __device__ __forceinline__ void make(Memory& memory, int chunks, bool paired = false, int own = 0) {
-        for (int const last = done + chunks; done < last; ++done, r.next()) {
-            int const at = x.at;
-            x.next();
-            wait(memory.full[r.at], r.parity);
-            // The X that was here is read where the next one's Y is made: sooner both would round, later K S would wait
-            if (done + 1 >= Memory::xs) wait(memory.read[x.at], x.parity ^ 1);
-            make_one_x(memory.inverse[r.at], memory.keys[r.at], memory.gates[r.at], memory.x[at], memory.x_full[at],
-                       paired, own);
-            arrive_warp(memory.x_full[at]);
-            arrive_warp(memory.empty[r.at]);
-        }
-    }
-};
-
-/// Takes half a state over a chunk, whose X is being made; its products are still under way. f: the state before it, an
-/// operand, already faded in s. Calls `meanwhile()` while the first products are.
-template <class Memory, class F>
-__device__ __forceinline__ void erase_and_write(Memory& memory, int at, ring<Memory::xs> const& x,
-                                                std::uint32_t const (&f)[32], std::uint32_t const (&v)[16],
-                                                half_state& s, F&& meanwhile, int peer = -1) {
-    float ks[32];
-    std::uint32_t y[16];
-    keep(ks);
-    cute::warpgroup_arrive();
-    multiply_along<8, 2>(ks, f, memory.keys[at], false);
-    cute::warpgroup_commit_batch();
-    token_decays e;
-    load_decays(memory.gates[at], e);
-    meanwhile();
-    wait(memory.x_full[x.at], x.parity);
-    cute::warpgroup_wait<0>();
-    keep(ks);
-    subtract(v, ks, e, y);
-    keep(s);
-    arrive_warp(memory.read[x.at]);
-    if (peer >= 0) arrive_warp(memory.read[x.at], peer);
-    cute::warpgroup_arrive();
-    multiply_down<1>(s, y, memory.x[x.at], true);
-    cute::warpgroup_commit_batch();
-    arrive_warp(memory.empty[at]);
 }
 
 /// A sequence and value head along which a block walks.
@@ -400,8 +252,7 @@ __device__ __forceinline__ void walk_along(CUtensorMap const& keys, CUtensorMap 
         int const own = Halves == 2 ? group - first_group : 0, half = first_half + own;
         along_carry<Halves, Erases> at;
         each([&](walked_head const& walked) {
-            carry_along<Traced, Halves, Erases, Back>(in, memory, walked, own, half, at,
-                                                      paired ? half ^ 1 : -1);
+            carry_along<Traced, Halves, Erases, Back>(in, memory, walked, own, half, at, paired ? half ^ 1 : -1);
         });
     }
     if (paired) leave_cluster();

@@ -2,14 +2,12 @@
 // Tiles of 16-bit elements in shared memory and warpgroup products of them (sm_90a), by CUTLASS's wrappers.
 #pragma once
 
-#include <cpx/cuda/nvcc.hpp>
+#include <cpx/delta_rule_barriers.cuh>
 
-#include <cute/arch/cluster_sm90.hpp>
 #include <cute/arch/copy_sm75.hpp>
 #include <cute/arch/copy_sm90.hpp>
 #include <cute/arch/copy_sm90_tma.hpp>
 #include <cute/arch/mma_sm90_gmma.hpp>
-#include <cutlass/arch/barrier.h>
 #include <cutlass/arch/reg_reconfig.h>
 
 #include <cuda_bf16.h>
@@ -26,96 +24,17 @@ namespace cpx::kernels::delta {
 namespace gmma = cute::SM90::GMMA;
 using cute::SM90::GMMA::Major, cute::SM90::GMMA::ScaleOut;
 
-// compute-sanitizer's racecheck (13.0) does not follow a barrier's arrival by one lane for its warp, not with
-// `--racecheck-indirect-barrier-dependency` either: it reports hazards that are gone when every lane arrives.
-#ifdef CPX_EVERY_LANE_ARRIVES
-inline constexpr int arrivals_of_warp = 32;
-#else
-inline constexpr int arrivals_of_warp = 1;
-#endif
-
-/// A barrier of shared memory that counts warps: an arrival is one lane's for its warp.
-struct barrier : cutlass::arch::ClusterTransactionBarrier {
-    using base = cutlass::arch::ClusterTransactionBarrier;
-    __device__ __forceinline__ void init(int warps) {
-        base::init(static_cast<std::uint32_t>(warps * arrivals_of_warp));
-    }
-    __device__ __forceinline__ void arrive() const {
-#pragma unroll
-        for (int i = 0; i < arrivals_of_warp; ++i) base::arrive();
-    }
-    __device__ __forceinline__ void arrive_and_expect_tx(std::uint32_t bytes) const {
-        base::arrive_and_expect_tx(bytes);
-#pragma unroll
-        for (int i = 1; i < arrivals_of_warp; ++i) base::arrive();
-    }
-};
-
 /// A panel is 64 rows of 64 elements; column c of 8 elements of row r is at byte r 128 + ((c ^ (r & 7)) << 4), as the
 /// copy engine's 128-byte swizzle has it. It begins at a multiple of 1024 bytes.
 inline constexpr int panel_bytes = 8192;
 
 __device__ __forceinline__ int swizzled(int row, int column) { return row * 128 + ((column ^ (row & 7)) << 4); }
 
-/// Returns a block's shared memory. Its address is computed once; the compiler would wait for it at every use.
-template <class M>
-__device__ __forceinline__ M& shared_memory() {
-    extern __shared__ __align__(1024) char raw[];
-    std::uint32_t address = cute::cast_smem_ptr_to_uint(raw);
-    asm volatile("" : "+r"(address));
-    return *static_cast<M*>(__cvta_shared_to_generic(address));
-}
-
-/// Returns where something in a block's shared memory is in that of block number `block` of its cluster.
-template <class T>
-__device__ __forceinline__ T* of_block(T* own, int block) {
-    return static_cast<T*>(__cvta_shared_to_generic(
-        cute::set_block_rank(cute::cast_smem_ptr_to_uint(own), static_cast<std::uint32_t>(block))));
-}
-
 /// Returns 2^x; what is below 2^-126 is 0.
 __device__ __forceinline__ float power_of_two(float x) {
     float result;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
     return result;
-}
-
-/// Waits for the phase of the parity; what the others wrote before they arrived is seen.
-__device__ __forceinline__ void wait(barrier& b, int parity) {
-    b.wait(static_cast<std::uint32_t>(parity));
-    asm volatile("" ::: "memory"); // CUTLASS's asm names no memory
-}
-/// One arrival for a warp: __syncwarp puts what the other lanes read and wrote before it.
-__device__ __forceinline__ void arrive_warp(barrier& b) {
-    __syncwarp();
-    asm volatile("" ::: "memory");
-    if (arrivals_of_warp == 32 || threadIdx.x % 32 == 0) b.base::arrive();
-}
-
-/// The same at that barrier of a block of the same cluster.
-__device__ __forceinline__ void arrive_warp(barrier& b, int block) {
-    if (arrivals_of_warp == 32 || threadIdx.x % 32 == 0) b.base::arrive(static_cast<std::uint32_t>(block));
-}
-
-/// Joins the threads of a warpgroup, number `group` of the block.
-__device__ __forceinline__ void join_group(int group) {
-    asm volatile("" ::: "memory");
-    cutlass::arch::NamedBarrier::sync(128, static_cast<std::uint32_t>(group));
-    asm volatile("" ::: "memory");
-}
-
-/// A block ends with the others of its cluster, which send to its shared memory until then.
-__device__ __forceinline__ void leave_cluster() {
-    __syncwarp();
-    cute::cluster_sync();
-}
-
-/// Two warpgroups of a block take turns: each waits until the other one has given it its turn.
-__device__ __forceinline__ void take_turn(int group) {
-    cutlass::arch::NamedBarrier::sync(256, static_cast<std::uint32_t>(4 + group));
-}
-__device__ __forceinline__ void give_turn(int group) {
-    cutlass::arch::NamedBarrier::arrive(256, static_cast<std::uint32_t>(4 + group));
 }
 
 /// Returns where an operand of tensor cores begins, for its description, in units of 16 bytes of the block's own shared
@@ -149,13 +68,11 @@ inline constexpr int cores_bytes = 16 * 128, state_bytes = 16 * cores_bytes;
 
 /// Describes a state as an operand whose rows are key channels, 16 a step: 256 bytes.
 __device__ __forceinline__ std::uint64_t along_cores(void const* state) {
-    return operand_at(state) | std::uint64_t{128 >> 4} << 16 |
-           std::uint64_t{cores_bytes >> 4} << 32;
+    return operand_at(state) | std::uint64_t{128 >> 4} << 16 | std::uint64_t{cores_bytes >> 4} << 32;
 }
 /// The same, transposed: the sum goes over value channels, 16 a step: two times `cores_bytes`.
 __device__ __forceinline__ std::uint64_t down_cores(void const* state) {
-    return operand_at(state) | std::uint64_t{cores_bytes >> 4} << 16 |
-           std::uint64_t{128 >> 4} << 32;
+    return operand_at(state) | std::uint64_t{cores_bytes >> 4} << 16 | std::uint64_t{128 >> 4} << 32;
 }
 
 /// A lower triangle of 64 x 64 elements is two panels of 32 columns, side by side, of rows of 64 bytes, in the copy

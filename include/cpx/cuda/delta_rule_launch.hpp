@@ -50,8 +50,8 @@ struct delta_call {
     }
     void make_plan() const {
         auto const list = [](std::span<index_t const> numbers) { return numbers.empty() ? nullptr : numbers.data(); };
-        launch_early(kernels::delta_rule_plan, 1, 1024, 0, stream, "delta_rule_plan", here, in.offsets.data(), list(in.first),
-               list(in.counts), plan());
+        launch_early(kernels::delta_rule_plan, 1, 1024, 0, stream, "delta_rule_plan", here, in.offsets.data(),
+                     list(in.first), list(in.counts), plan());
     }
     /// Launches a kernel of the plain path, with `more` blocks for other columns than those of values.
     template <class... P>

@@ -19,8 +19,8 @@ inline dim3 dims(index_t x, index_t y = 1, index_t z = 1) {
 }
 
 template <class... P>
-void launch_kernel(bool early, int cluster, void (*kernel)(P...), dim3 grid, dim3 block, std::size_t shared, cudaStream_t stream,
-                   char const* what, caller here, std::type_identity_t<P> const&... arguments) {
+void launch_kernel(bool early, int cluster, void (*kernel)(P...), dim3 grid, dim3 block, std::size_t shared,
+                   cudaStream_t stream, char const* what, caller here, std::type_identity_t<P> const&... arguments) {
     int const dynamic = static_cast<int>(shared);
     cudaFuncAttributes code{};
     if (early || dynamic > 0) check(cudaFuncGetAttributes(&code, kernel), "cudaFuncGetAttributes", here);
