@@ -46,7 +46,7 @@ struct back_walk {
     int heads, first_half, head, number; ///< value heads in all; of the walk, as the number of its sequence
     delta_sequence sequence;
     int chunks;  ///< of the sequence
-    bool paired; ///< with a block of the same cluster, of which either makes half of X for both
+    bool paired; ///< with the block of the other half, of the same cluster: either makes half of X for both
 
     // A warp each:
     __device__ void load_keys(CUtensorMap const& queries, CUtensorMap const& keys, int lane) const;

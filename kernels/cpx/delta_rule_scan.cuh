@@ -182,8 +182,8 @@ static __global__ void __launch_bounds__(delta_fold_threads<Erases, Halves>, 1)
     if constexpr (Erases) clear_triangles(memory.inverse);
     if (threadIdx.x == 0) {
         for (int i = 0; i < stages; ++i) memory.full[i].init(1), memory.empty[i].init(4 * (first_group - 1 + Halves));
-        for (int i = 0; i < fold_memory<Erases, Halves>::xs; ++i)
-            memory.x_full[i].init(4), memory.read[i].init(4 * Halves);
+        for (barrier& full : memory.x_full) full.init(4);
+        for (barrier& read : memory.read) read.init(4 * Halves);
         memory.landed.init(1);
         cutlass::arch::fence_barrier_init();
     }

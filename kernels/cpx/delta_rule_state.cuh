@@ -11,7 +11,8 @@ namespace delta {
 /// A block with one half makes X two chunks ahead: half of it comes from the other half's block.
 template <std::size_t Halves, bool Erases>
 struct state_memory : erasing_memory<Erases, 4, Halves == 1 ? 3 : 2> {
-    static constexpr int stages = 4, xs = Halves == 1 ? 3 : 2;
+    static constexpr int stages = 4;
+    static constexpr std::size_t xs = Halves == 1 ? 3 : 2;
     char keys[stages][2 * panel_bytes], values[stages][Halves][panel_bytes];
     delta_gates gates[stages];
     barrier full[stages], empty[stages], x_full[xs], read[xs], written, seen, landed;
@@ -22,8 +23,7 @@ struct state_memory : erasing_memory<Erases, 4, Halves == 1 ? 3 : 2> {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 namespace delta {
 
-/// Clears what is never written, and makes the barriers. `paired`: with a block of the same cluster, of which either makes
-/// half of X for both.
+/// Clears what is never written, and makes the barriers. `paired`: in a cluster with the block of the other half.
 template <std::size_t Halves, bool Erases>
 __device__ __forceinline__ void begin_walk(state_memory<Halves, Erases>& memory, bool paired) {
     constexpr int stages = state_memory<Halves, Erases>::stages, first_group = Erases ? 2 : 1;
@@ -32,8 +32,8 @@ __device__ __forceinline__ void begin_walk(state_memory<Halves, Erases>& memory,
     if (threadIdx.x == 0) {
         for (int i = 0; i < stages; ++i)
             memory.full[i].init(1), memory.empty[i].init(4 * (first_group - 1) + 4 * halves);
-        for (int i = 0; i < state_memory<Halves, Erases>::xs; ++i)
-            memory.x_full[i].init(4), memory.read[i].init(4 * (paired ? 2 : halves));
+        for (barrier& full : memory.x_full) full.init(4);
+        for (barrier& read : memory.read) read.init(4 * (paired ? 2 : halves));
         memory.written.init(4 * halves), memory.seen.init(1);
         memory.landed.init(1);
         cutlass::arch::fence_barrier_init();
@@ -119,7 +119,8 @@ __device__ __forceinline__ void load_along(CUtensorMap const& keys, CUtensorMap 
     }
 }
 
-/// Returns how many chunks a walk goes before it tells so for the `i`th time: to the next stretch; Traced, always alike.
+/// Returns how many chunks a walk goes before it tells so for the `i`th time: to the next stretch or, Traced, always as
+/// many.
 template <bool Traced>
 __device__ __forceinline__ int chunks_to_tell(delta_walk const& in, walked_head const& walked, int i) {
     return Traced ? walk_chunks : in.plan.cut.length(i, walked.sequence.stretches);

@@ -273,8 +273,8 @@ __device__ __forceinline__ void store_operand(std::uint32_t const* a, char* pane
         cute::SM90_U32x4_STSM_N::copy(a[4 * i], a[4 * i + 1], a[4 * i + 2], a[4 * i + 3],
                                       *reinterpret_cast<cute::uint128_t*>(panel + place_straight(i, thread)));
 }
-/// Sends the 16 rows of a panel that a warp has written, and fenced, to the same place in another block, whose same warp
-/// sends as much to this one: either barrier `full` awaits both.
+/// Sends the 16 rows of a panel that a warp has written, and fenced, to the same place in another block of the cluster,
+/// whose warp of that number sends as many here, of another panel. Each barrier `full` awaits what comes to its block.
 __device__ __forceinline__ void share_rows(char* panel, barrier& full, int block) {
     constexpr std::uint32_t bytes = panel_bytes / 4;
     char* const rows = panel + threadIdx.x / 32 % 4 * bytes;

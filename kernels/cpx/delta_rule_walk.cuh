@@ -98,8 +98,8 @@ __device__ __forceinline__ void load_prepared(delta_prepared const& from, std::i
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 namespace delta {
 
-/// Makes X of a chunk, for who reads it after `full`, by a warpgroup, which has still to arrive there; or, `paired`, the
-/// panel of it that has the block's own number in its cluster, for both blocks.
+/// Makes X of a chunk by a warpgroup, which has still to arrive at `full`, where who reads X waits. `paired`: the panel
+/// that has the block's number in its cluster, for both blocks; the other panel comes from the other block.
 __device__ __forceinline__ void make_one_x(char const* inverse, char const* keys, delta_gates const& gates, char* x,
                                            barrier& full, bool paired, int own) {
     if (paired) {
@@ -116,8 +116,10 @@ __device__ __forceinline__ void make_one_x(char const* inverse, char const* keys
 /// Makes X of chunk after chunk, in the memory of a walk or of a fold, by a warpgroup.
 template <class Memory>
 struct x_maker {
+    static constexpr int xs = Memory::xs;
+
     ring<Memory::stages> r;
-    ring<Memory::xs> x;
+    ring<xs> x;
     int done = 0; ///< chunks
 
     __device__ __forceinline__ void make(Memory& memory, int chunks, bool paired = false, int own = 0) {
@@ -126,7 +128,7 @@ struct x_maker {
             x.next();
             wait(memory.full[r.at], r.parity);
             // The X that was here is read where the next one's Y is made: sooner both would round, later K S would wait
-            if (done + 1 >= Memory::xs) wait(memory.read[x.at], x.parity ^ 1);
+            if (done + 1 >= xs) wait(memory.read[x.at], x.parity ^ 1);
             make_one_x(memory.inverse[r.at], memory.keys[r.at], memory.gates[r.at], memory.x[at], memory.x_full[at],
                        paired, own);
             arrive_warp(memory.x_full[at]);

@@ -49,7 +49,7 @@ kernels::delta_head_rows delta_view(rows<T> r, index_t dim) {
     return {delta_view(r), static_cast<int>(dim)};
 }
 
-/// Launches a kernel that waits for the one before it by itself, with much shared memory, in clusters of so many blocks.
+/// Launches a kernel that waits for the one before it by itself, with much shared memory, by clusters of blocks.
 template <class Call, class... P>
 void launch_hopper(Call const& of, char const* what, int cluster, void (*kernel)(P...), index_t blocks, int threads,
                    std::size_t shared, std::type_identity_t<P> const&... arguments) {
