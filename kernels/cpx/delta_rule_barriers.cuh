@@ -48,8 +48,7 @@ __device__ __forceinline__ M& shared_memory() {
 /// Returns where something in a block's shared memory is in that of block number `block` of its cluster.
 template <class T>
 __device__ __forceinline__ T* of_block(T* own, int block) {
-    return static_cast<T*>(__cvta_shared_to_generic(
-        cute::set_block_rank(cute::cast_smem_ptr_to_uint(own), static_cast<std::uint32_t>(block))));
+    return static_cast<T*>(__cluster_map_shared_rank(own, static_cast<unsigned>(block)));
 }
 
 /// Waits for the phase of the parity; what the others wrote before they arrived is seen.
@@ -64,7 +63,7 @@ __device__ __forceinline__ void arrive_warp(barrier& b) {
     if (arrivals_of_warp == 32 || threadIdx.x % 32 == 0) b.base::arrive();
 }
 
-/// The same at that barrier of a block of the same cluster.
+/// The same at that barrier of a block of the cluster, after `arrive_warp` of the own one, which joins the lanes.
 __device__ __forceinline__ void arrive_warp(barrier& b, int block) {
     if (arrivals_of_warp == 32 || threadIdx.x % 32 == 0) b.base::arrive(static_cast<std::uint32_t>(block));
 }

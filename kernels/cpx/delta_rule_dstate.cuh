@@ -227,8 +227,8 @@ template <bool Erases>
 constexpr int delta_walks_blocks = Erases ? 1 : 2;
 
 /// Walks back along all sequences, by sequences * value heads * 2 / Halves blocks of `delta_walks_threads`, and along
-/// them, beside each other: by as many, or, of both halves, by as many as are wanted. Where nothing is erased no
-/// gradients of values are written.
+/// them, beside each other: by as many, or, of both halves, by as many as are wanted. Of one half, in clusters of two,
+/// they share X. Where nothing is erased no gradients of values are written.
 template <int Halves, bool Erases>
 static __global__ void __launch_bounds__(delta_walks_threads<Erases>, delta_walks_blocks<Erases>)
     delta_rule_walks(__grid_constant__ CUtensorMap const queries, __grid_constant__ CUtensorMap const keys,

@@ -116,8 +116,8 @@ struct delta_cut {
 /// The batch as it is in device memory during a call; `totals`: chunks, stretches, and tasks that have been begun.
 struct delta_plan {
     delta_sequence* sequences;
-    delta_stretch* stretches; ///< in order of time: all first stretches, all second ones, ...; last ones earlier; then
-                              ///< none, up to `most_stretches`
+    delta_stretch* stretches; ///< in order of the chunks with which they begin; last ones earlier; then none, up to
+                              ///< `most_stretches`
     int* totals;
     int* flags; ///< (stretches, value heads, 2): whether the state before a stretch has been written, for each half; of
                 ///< the backward's walks (sequences, value heads, 2, 2): chunks whose states and gradients have been

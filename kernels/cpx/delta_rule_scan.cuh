@@ -124,8 +124,9 @@ __device__ __forceinline__ void fold_half(delta_walk const& in, delta_steps cons
         if (!of.of_map) load_transposed(memory.values[r.at][own], v);
         fading = memory.gates[r.at].decay[delta_chunk - 1];
     };
-    int stretch = of.sequence.first_stretch + of.stretch, left = in.plan.cut.chunks;
+    int number = of.stretch, left = in.plan.cut.length(number, of.sequence.stretches);
     auto const leave = [&] {
+        int const stretch = of.sequence.first_stretch + number;
         float* const end = (of.of_map ? to.maps : to.ends) + in.state_of(stretch, of.head);
         for_each_word([&](int i, int value, int key) { end[(64 * half + value) * 128 + key] = s[i]; });
         if constexpr (!Erases && !Back)
@@ -148,10 +149,9 @@ __device__ __forceinline__ void fold_half(delta_walk const& in, delta_steps cons
         cute::warpgroup_wait<0>();
         keep(s);
         if constexpr (!Erases) arrive_warp(read);
-        if (Halves == 1 && --left == 0 && c + 1 < chunks) {
+        if (Halves == 1 && --left == 0) {
             leave();
-            left = in.plan.cut.chunks;
-            ++stretch;
+            left = in.plan.cut.length(++number, of.sequence.stretches);
         }
     }
     leave();
@@ -206,7 +206,8 @@ static __global__ void __launch_bounds__(delta_fold_threads<Erases, Halves>, 1)
         of.stretch = stretch.number;
         if (!to.last_wanted && stretch.number + 1 == of.sequence.stretches) return;
         if (to.before_known && of.of_map && stretch.number == 0) return;
-        of.first = stretch.number * in.plan.cut.chunks, of.last = in.plan.end_of(of.sequence, stretch.number);
+        of.first = in.plan.cut.begin(stretch.number, of.sequence.stretches);
+        of.last = in.plan.end_of(of.sequence, stretch.number);
         if (stretch.number == 0 && to.before_known && in.initial)
             begin = in.initial + in.given_of(stretch.sequence, of.head);
     }

@@ -8,7 +8,7 @@ namespace cpx::kernels {
 
 namespace delta {
 
-/// A block with one half makes X two chunks ahead: half of it comes from the other half's block.
+/// A block with one half makes X two chunks ahead, of which half may come from the other half's block.
 template <std::size_t Halves, bool Erases>
 struct state_memory : erasing_memory<Erases, 4, Halves == 1 ? 3 : 2> {
     static constexpr int stages = 4;
@@ -138,7 +138,7 @@ __device__ __forceinline__ void publish_along(delta_walk const& in, state_memory
         for (int half = first_half; half < first_half + Halves; ++half)
             if (Traced)
                 publish(in.plan.flags + 2 * in.half_of(walked.number, walked.head, half) + (Back ? 1 : 0), c);
-            else
+            else // of a last stretch, where its state is wanted, a flag that nobody awaits
                 publish(in.plan.flags + in.half_of(walked.sequence.first_stretch + told, walked.head, half), 1);
     }
 }
@@ -268,7 +268,7 @@ constexpr int delta_state_threads = Erases ? 384 : 256;
 template <bool Erases>
 constexpr int delta_state_blocks = Erases ? 1 : 2;
 
-/// A grid of sequences * value heads * 2 blocks of `delta_state_threads`.
+/// A grid of sequences * value heads * 2 blocks of `delta_state_threads`; in clusters of both halves these share X.
 template <bool Erases>
 static __global__ void __launch_bounds__(delta_state_threads<Erases>, delta_state_blocks<Erases>)
     delta_rule_state(__grid_constant__ CUtensorMap const keys, __grid_constant__ CUtensorMap const values,

@@ -99,7 +99,8 @@ __device__ __forceinline__ void load_prepared(delta_prepared const& from, std::i
 namespace delta {
 
 /// Makes X of a chunk by a warpgroup, which has still to arrive at `full`, where who reads X waits. `paired`: the panel
-/// that has the block's number in its cluster, for both blocks; the other panel comes from the other block.
+/// that has the block's number in its cluster, for both blocks; the other panel comes from the other block. X is made
+/// where both have read what was there: then the other block's panel may come, and this one's has gone.
 __device__ __forceinline__ void make_one_x(char const* inverse, char const* keys, delta_gates const& gates, char* x,
                                            barrier& full, bool paired, int own) {
     if (paired) {

@@ -316,6 +316,8 @@ TEST_SUITE("cuda") {
         auto const got = on_gpu<T>(none, true);
         CHECK(got.last == none.state);
         CHECK(got.dstate == none.dlast);
+        CHECK(gpu::gated_delta_rule_workspace<T>({.key_heads = 1, .value_heads = 2, .key_dim = 128, .value_dim = 128},
+                                                 index_t{1} << 24, 0) > 0); // many rows of no sequence
 
         for (head_dims const dim : core_dims) {
             index_t const key = dim.key, value = dim.value;

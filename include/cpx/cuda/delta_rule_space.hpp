@@ -51,7 +51,7 @@ kernels::delta_cut delta_cut_of(gated_delta_rule_shape const& shape, index_t tok
     if (shape.scan || order == delta_order::steps_first) return delta_scan_cut(shape);
     if (shape.stretch > 0) return {static_cast<int>(shape.stretch)};
     int const all = multiprocessors(), heads = static_cast<int>(shape.value_heads);
-    if (fills_multiprocessors(sequences * heads)) return {kernels::delta_uncut};
+    if (sequences == 0 || fills_multiprocessors(sequences * heads)) return {kernels::delta_uncut};
     if (order == delta_order::states_first) return {16};
     index_t const chunks = tokens / kernels::delta_chunk * heads / all; // of one of them
     int const wave = static_cast<int>(all / (sequences * heads)), walks = 2 / kernels::delta_state_blocks<Erases>;
