@@ -48,7 +48,9 @@ __device__ __forceinline__ M& shared_memory() {
 /// Returns where something in a block's shared memory is in that of block number `block` of its cluster.
 template <class T>
 __device__ __forceinline__ T* of_block(T* own, int block) {
-    return static_cast<T*>(__cluster_map_shared_rank(own, static_cast<unsigned>(block)));
+    // __cluster_map_shared_rank is declared for sm_90 alone
+    return static_cast<T*>(__cvta_shared_to_generic(
+        cute::set_block_rank(cute::cast_smem_ptr_to_uint(own), static_cast<std::uint32_t>(block))));
 }
 
 /// Waits for the phase of the parity; what the others wrote before they arrived is seen.
