@@ -59,10 +59,20 @@ __device__ __forceinline__ void wait(barrier& b, int parity) {
     asm volatile("" ::: "memory"); // CUTLASS's asm names no memory
 }
 /// One arrival for a warp: __syncwarp puts what the other lanes read and wrote before it.
+///
+/// It does not wait for loads: what has been asked of shared memory while the warp's products are under way may come
+/// after the copy engine has written there (seen on an H200: sums of other numbers at every run). So a warp that says
+/// that something has been read has used it, at the latest as an operand of a product, or takes the next function.
 __device__ __forceinline__ void arrive_warp(barrier& b) {
     __syncwarp();
     asm volatile("" ::: "memory");
     if (arrivals_of_warp == 32 || threadIdx.x % 32 == 0) b.base::arrive();
+}
+
+/// The same where nothing has used yet what was loaded: the loads come first.
+__device__ __forceinline__ void arrive_after_loads(barrier& b) {
+    cutlass::arch::fence_view_async_shared(); // orders reads before the copy engine's writes, too
+    arrive_warp(b);
 }
 
 /// The same at that barrier of a block of the cluster, after `arrive_warp` of the own one, which joins the lanes.

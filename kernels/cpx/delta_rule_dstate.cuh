@@ -62,7 +62,6 @@ __device__ __forceinline__ void carried_gradient<Halves, Folds>::await_chunk() {
     wait(memory.full[r.at], r.parity);
     wait(memory.dout_full[place.at], place.parity);
     load_transposed(memory.dout[place.at][own], dout);
-    if constexpr (Folds) arrive_warp(memory.dout_empty[place.at]);
     fading = memory.gates[r.at].decay[delta_chunk - 1];
 }
 
@@ -119,6 +118,7 @@ __device__ __forceinline__ void carried_gradient<Halves, Folds>::pass_chunk(int 
     multiply_down<both ? 1 : 0>(s, erasing, memory.keys[at], true);
     cute::warpgroup_commit_batch();
     if constexpr (both) give_turn(5 - group);
+    if constexpr (Folds) arrive_warp(memory.dout_empty[dout_at]); // now it is in registers for sure: see `arrive_warp`
     arrive_warp(memory.p_empty[p_at]);
     arrive_warp(memory.x_empty[side]);
     if (!both && walk.paired) arrive_warp(memory.x_empty[side], half ^ 1);

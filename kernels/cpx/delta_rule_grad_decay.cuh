@@ -28,12 +28,12 @@ __device__ __forceinline__ void grad_block<Erases>::write_sums() {
             for (int i = 0; i < 2; ++i)
                 factor[i] = OfKeys ? power_of_two(gates.sum[delta_chunk - 1] - gates.sum[row + 8 * i])
                                    : in.scale * gates.decay[row + 8 * i];
-            arrive_warp(memory->prepared_empty[turn & 1]);
             float along[2];
             if constexpr (OfKeys)
                 add_states(sum, along, memory->values, memory->dstate, keys(), factor);
             else
                 add_states(sum, along, memory->dout, memory->state, memory->queries, factor);
+            arrive_warp(memory->prepared_empty[turn & 1]); // the factors have been used
             arrive_warp(OfKeys ? memory->dstate_empty : memory->state_empty);
             arrive_warp(memory->values_empty);
             put_rows(along[0], along[1], memory->reading[OfKeys]);

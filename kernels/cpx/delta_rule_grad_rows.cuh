@@ -45,12 +45,12 @@ __device__ __forceinline__ void grad_block<Erases>::make_values() {
             std::uint32_t y[32];
             load_operand(memory->values, y);
             load_operand(memory->values + panel_bytes, y + 16);
-            arrive_warp(memory->values_empty);
-            put_rows(-e[0] * products.first(), -e[1] * products.last(), memory->reading[1]);
-            arrive_warp(memory->sums_full);
             float const last = gates.sum[delta_chunk - 1];
             float const onward[2] = {power_of_two(last - gates.sum[row]), power_of_two(last - gates.sum[row + 8])};
+            arrive_after_loads(memory->values_empty);
             arrive_warp(memory->prepared_empty[turn & 1]);
+            put_rows(-e[0] * products.first(), -e[1] * products.last(), memory->reading[1]);
+            arrive_warp(memory->sums_full);
             wait(memory->dstate_full, turn & 1);
             wait(memory->dx_empty, turn & 1 ^ 1);
 #pragma unroll 1

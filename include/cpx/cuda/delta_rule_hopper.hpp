@@ -134,8 +134,8 @@ void launch_delta_join(delta_call<Erases, T> const& of, kernels::delta_walk cons
 /// Launches the walks that write states before stretches and, if `walk.last` is wanted, after sequences.
 template <bool Erases, class T>
 void launch_delta_state(delta_call<Erases, T> const& of, kernels::delta_walk const& walk) {
-    int const cluster = of.shape.value_dim > 64 ? of.pair() : 1; // else one half has nothing to do
-    launch_hopper(of, "delta_rule_state", cluster, kernels::delta_rule_state<Erases>,
+    int const paired = Erases && of.shape.value_dim > 64 ? 2 : 1; // both halves of a state, which share X
+    launch_hopper(of, "delta_rule_state", paired, kernels::delta_rule_state<Erases>,
                   of.space.sequences * of.shape.value_heads * 2, kernels::delta_state_threads<Erases>,
                   sizeof(kernels::delta::state_memory<1, Erases>), panels_of(of.in.k, of.shape.key_dim, of.here),
                   panels_of(of.in.v, of.shape.value_dim, of.here), walk);
@@ -275,7 +275,7 @@ void launch_delta_hopper_backward(delta_call<Erases, T> const& of, rows<T const>
     bool const both = Erases && fills_multiprocessors(2 * chains);
     with_halves<Erases>(both, [&](auto halves) {
         constexpr std::size_t bytes = sizeof(delta::state_memory<halves, Erases>);
-        launch_hopper(of, "delta_rule_walks", halves == 1 ? of.pair() : 1, kernels::delta_rule_walks<halves, Erases>,
+        launch_hopper(of, "delta_rule_walks", Erases && halves == 1 ? 2 : 1, kernels::delta_rule_walks<halves, Erases>,
                       chains * 2 / halves + (both ? along : 2 * chains), kernels::delta_walks_threads<Erases>,
                       Erases ? std::max(bytes, sizeof(delta::dstate_memory<halves>)) : bytes, q, k, v, d, dv, walk,
                       back, kernels::delta_dvalues{delta_view(to.dv, values)});

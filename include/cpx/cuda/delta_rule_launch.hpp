@@ -21,9 +21,6 @@ struct delta_call {
 
     float* floats(index_t place) const { return reinterpret_cast<float*>(workspace + place); }
     int group() const { return static_cast<int>(shape.value_heads / shape.key_heads); }
-    /// How many blocks are a cluster of a walk whose blocks have a half of a state each: two share X. Segments have
-    /// blocks of their own: with pairs a test over two GPUs failed, for no reason that is known yet (bench/RESULTS.md).
-    int pair() const { return Erases && in.first.empty() ? 2 : 1; }
     kernels::delta_plan plan() const {
         bool const fewer = !in.saved.empty() && in.saved_tokens >= 0;
         return {reinterpret_cast<kernels::delta_sequence*>(workspace + space.plan),
