@@ -45,14 +45,14 @@ void time(std::string const& layout, char const* how, auto const& sharding, cpx:
     calls of(sharding, heads, false, comm);
     typename calls::saved kept;
     kept.keeps = true;
-    double const forward = slowest_ms(ranks, stream, [&] { of.forward(nullptr); });
-    double const alone = slowest_ms(
-        ranks, stream, [&] { of.forward(nullptr); }, 1);
+    auto const go = [&] { of.forward(nullptr); };
+    auto const back = [&] { of.backward(kept); };
+    double const forward = slowest_ms(ranks, stream, go), alone = slowest_ms(ranks, stream, go, 1);
     of.forward(&kept);
-    double const backward = slowest_ms(ranks, stream, [&] { of.backward(kept); });
+    double const backward = slowest_ms(ranks, stream, back), back_alone = slowest_ms(ranks, stream, back, 1);
     if (ranks.rank() != 0) return;
-    std::printf("%2td/%-2td %-10s %-6s %-6s %10.3f %10.3f %10.3f\n", heads.key_heads, heads.value_heads, layout.c_str(),
-                how, window ? "window" : "sent", forward, alone, backward);
+    std::printf("%2td/%-2td %-10s %-6s %-6s %10.3f %10.3f %10.3f %10.3f\n", heads.key_heads, heads.value_heads,
+                layout.c_str(), how, window ? "window" : "sent", forward, alone, backward, back_alone);
     std::fflush(stdout);
     if (window || ranks.ranks() != 2 || heads.key_heads != 16 || how != std::string("scan")) return;
     limits.at_most("forward, " + layout + ", scan, 16/32 heads", 1000 * forward, 800, "us");
@@ -67,9 +67,8 @@ std::string run(int rank) {
         std::printf(
             "gated delta rule, %td tokens in one sequence over %d ranks, %s: bfloat16, heads of 128, states sent "
             "and received or through the window; ms of the slowest rank, 5 calls in a row but for one alone\n%-31s "
-            "%10s "
-            "%10s %10s\n",
-            batch.tokens(), count, timing::device_name().c_str(), "", "forward", "one alone", "backward");
+            "%10s %10s %10s %10s\n",
+            batch.tokens(), count, timing::device_name().c_str(), "", "forward", "one alone", "backward", "one alone");
     timing::limits limits;
     cuda::shared_memory memory(*ranks, index_t{64} << 20);
     for (cpx::delta_rule_heads const& heads :

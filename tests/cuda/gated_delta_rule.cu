@@ -503,8 +503,8 @@ TEST_SUITE("cuda") {
             std::vector<index_t> many; // fill the GPU, which then takes another kernel
             for (index_t row = 0; row < 500; row += 14 + row % 5) many.push_back(row);
             many.push_back(500);
-            // One of the first ones is empty; the second time, some have two stretches, whose steps are joined; the last
-            // ones go round all that is loaded ahead.
+            // One of the first ones is empty; the second time, some have two stretches, whose steps are joined; the
+            // last ones go round all that is loaded ahead.
             for (auto const& [cuts, stretch] :
                  {std::pair(std::vector<index_t>{0, 100, 100, 320, 500}, 0),
                   std::pair(std::vector<index_t>{0, 30, 30, 330, 500}, 2), std::pair(many, 0),
@@ -524,8 +524,7 @@ TEST_SUITE("cuda") {
                 auto const maps = poisoned<float>(static_cast<std::size_t>(steps * key * key)),
                            ends = poisoned<float>(static_cast<std::size_t>(steps * key * value)),
                            back = poisoned<float>(static_cast<std::size_t>(steps * key * value));
-                buffer<char> const space(
-                    gpu::gated_delta_rule_fold_workspace<T>(p.shape, tokens, std::ssize(p.first)));
+                buffer<char> const space(gpu::gated_delta_rule_fold_workspace<T>(p.shape, tokens, std::ssize(p.first)));
                 auto const path = gpu::gated_delta_rule_fold<T>(p.shape, in, all(maps), all(ends), all(space), stream);
                 if (std::is_same_v<T, __nv_bfloat16>) CHECK(path == core_path());
                 CHECK(gpu::gated_delta_rule_backward_fold<T>(p.shape, in, there.gradients(), all(back), all(space),

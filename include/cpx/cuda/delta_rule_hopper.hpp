@@ -256,37 +256,65 @@ inline index_t delta_walks_along(gated_delta_rule_shape const& shape, index_t ch
     return chains <= room ? chains : std::min(chains, std::max({heads, multiprocessors() / 4 / heads * heads, room}));
 }
 
+/// The walks of a backward: along chains of sequences and heads, and back.
+template <bool Erases, class T>
+struct delta_walks {
+    index_t chains, along; ///< so many blocks walk along
+    bool both;             ///< whether blocks have both halves of a chain
+    kernels::delta_walk forth, back;
+
+    explicit delta_walks(delta_call<Erases, T> const& of)
+        : chains(of.space.sequences * of.shape.value_heads), along(delta_walks_along(of.shape, chains)),
+          both(Erases && fills_multiprocessors(2 * chains)), forth(delta_walk_of(of)), back(forth) {
+        forth.states = of.workspace + of.space.states;
+        back.states = of.workspace + of.space.dstates;
+    }
+};
+
+// A backward in parts. First gradients of values and of the states before sequences; then the others.
+template <bool Erases, class T>
+void launch_delta_hopper_walks(delta_call<Erases, T> const& of, rows<T const> dout, std::span<float const> dlast,
+                               gated_delta_rule_gradients<T> const& to) {
+    auto const& in = of.in;
+    index_t const keys = of.shape.key_dim, values = of.shape.value_dim;
+    launch_delta_prepared(of, delta_walk_of(of), !in.saved.empty());
+    delta_walks<Erases, T> walks(of);
+    walks.back.initial = dlast.data();
+    walks.back.last = to.dstate.data();
+    with_halves<Erases>(walks.both, [&](auto halves) {
+        constexpr std::size_t bytes = sizeof(kernels::delta::state_memory<halves, Erases>);
+        launch_hopper(of, "delta_rule_walks", Erases && halves == 1 ? 2 : 1, kernels::delta_rule_walks<halves, Erases>,
+                      walks.chains * 2 / halves + (walks.both ? walks.along : 2 * walks.chains),
+                      kernels::delta_walks_threads<Erases>,
+                      Erases ? std::max(bytes, sizeof(kernels::delta::dstate_memory<halves>)) : bytes,
+                      panels_of(in.q, keys, of.here), panels_of(in.k, keys, of.here), panels_of(in.v, values, of.here),
+                      panels_of(dout, values, of.here), panels_of(to.dv, values, of.here), walks.forth, walks.back,
+                      kernels::delta_dvalues{delta_view(to.dv, values)});
+    });
+}
+template <bool Erases, class T>
+void launch_delta_hopper_gradients(delta_call<Erases, T> const& of, rows<T const> dout,
+                                   gated_delta_rule_gradients<T> const& to) {
+    auto const& in = of.in;
+    index_t const keys = of.shape.key_dim, values = of.shape.value_dim;
+    delta_walks<Erases, T> const walks(of);
+    auto const& walk = walks.forth;
+    launch_hopper(of, "delta_rule_grad", kernels::delta_rule_grad<Erases>,
+                  std::min<index_t>(of.space.chunks * of.shape.key_heads, multiprocessors()), 512,
+                  sizeof(kernels::delta::grad_memory), panels_of(in.q, keys, of.here), panels_of(in.k, keys, of.here),
+                  panels_of(in.v, values, of.here), panels_of(dout, values, of.here), panels_of(to.dv, values, of.here),
+                  panels_of(to.dq, keys, of.here), panels_of(to.dk, keys, of.here),
+                  kernels::delta_gradients{walk.plan, walk.prepared, walk.states, walks.back.states,
+                                           delta_view(to.dq, keys), delta_view(to.dk, keys), delta_view(to.dg),
+                                           delta_view(to.dbeta), walk.key_heads, walk.group, walk.scale,
+                                           delta_view(to.dv, values), walks.both && walks.along < walks.chains});
+}
+
 template <bool Erases, class T>
 void launch_delta_hopper_backward(delta_call<Erases, T> const& of, rows<T const> dout, std::span<float const> dlast,
                                   gated_delta_rule_gradients<T> const& to) {
-    namespace delta = kernels::delta;
-    auto const& [shape, in, space, workspace, stream, here] = of;
-    index_t const keys = shape.key_dim, values = shape.value_dim;
-    auto const q = panels_of(in.q, keys, here), k = panels_of(in.k, keys, here), v = panels_of(in.v, values, here),
-               d = panels_of(dout, values, here), dv = panels_of(to.dv, values, here);
-    auto walk = delta_walk_of(of);
-    launch_delta_prepared(of, walk, !in.saved.empty());
-    walk.states = workspace + space.states;
-    auto back = walk;
-    back.states = workspace + space.dstates;
-    back.initial = dlast.data();
-    back.last = to.dstate.data();
-    index_t const chains = space.sequences * shape.value_heads, along = delta_walks_along(shape, chains);
-    bool const both = Erases && fills_multiprocessors(2 * chains);
-    with_halves<Erases>(both, [&](auto halves) {
-        constexpr std::size_t bytes = sizeof(delta::state_memory<halves, Erases>);
-        launch_hopper(of, "delta_rule_walks", Erases && halves == 1 ? 2 : 1, kernels::delta_rule_walks<halves, Erases>,
-                      chains * 2 / halves + (both ? along : 2 * chains), kernels::delta_walks_threads<Erases>,
-                      Erases ? std::max(bytes, sizeof(delta::dstate_memory<halves>)) : bytes, q, k, v, d, dv, walk,
-                      back, kernels::delta_dvalues{delta_view(to.dv, values)});
-    });
-    launch_hopper(of, "delta_rule_grad", kernels::delta_rule_grad<Erases>,
-                  std::min<index_t>(space.chunks * shape.key_heads, multiprocessors()), 512, sizeof(delta::grad_memory),
-                  q, k, v, d, dv, panels_of(to.dq, keys, here), panels_of(to.dk, keys, here),
-                  kernels::delta_gradients{walk.plan, walk.prepared, walk.states, back.states, delta_view(to.dq, keys),
-                                           delta_view(to.dk, keys), delta_view(to.dg), delta_view(to.dbeta),
-                                           walk.key_heads, walk.group, walk.scale, delta_view(to.dv, values),
-                                           both && along < chains});
+    launch_delta_hopper_walks(of, dout, dlast, to);
+    launch_delta_hopper_gradients(of, dout, to);
 }
 
 } // namespace cpx::cuda::detail
@@ -311,6 +339,10 @@ template <class... A>
 void launch_delta_hopper_fold(A const&...) {}
 template <class... A>
 void launch_delta_hopper_backward_fold(A const&...) {}
+template <class... A>
+void launch_delta_hopper_walks(A const&...) {}
+template <class... A>
+void launch_delta_hopper_gradients(A const&...) {}
 template <class... A>
 void launch_delta_hopper_backward(A const&...) {}
 

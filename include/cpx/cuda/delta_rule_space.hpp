@@ -15,6 +15,11 @@ enum class delta_order { together, states_first, steps_first };
 /// Whether so few sequences and heads are faster by steps of stretches: whatever the device, for bits depend on it.
 inline bool delta_by_stretches(index_t sequences, index_t heads) { return sequences * heads <= 16; }
 
+inline int multiprocessors() { return device_attribute(cudaDevAttrMultiProcessorCount); }
+
+/// Whether as many blocks keep the multiprocessors busy.
+inline bool fills_multiprocessors(index_t blocks) { return 10 * blocks >= 9 * multiprocessors(); }
+
 } // namespace cpx::cuda::detail
 
 #if __has_include(<cute/arch/mma_sm90_gmma.hpp>)
@@ -31,11 +36,6 @@ bool has_delta_hopper() {
     check(cudaFuncGetAttributes(&code, kernels::delta_rule_main<Erases>), "cudaFuncGetAttributes");
     return code.numRegs > 64;
 }
-
-inline int multiprocessors() { return device_attribute(cudaDevAttrMultiProcessorCount); }
-
-/// Whether as many blocks keep the multiprocessors busy.
-inline bool fills_multiprocessors(index_t blocks) { return 10 * blocks >= 9 * multiprocessors(); }
 
 /// Returns how sequences are cut by scan: always alike, so that the bits are those of every GPU.
 inline kernels::delta_cut delta_scan_cut(gated_delta_rule_shape const& shape) {

@@ -137,18 +137,41 @@ public:
     void backward(cuda::recurrence_segments const& s, X const& x, std::span<float const> before, D const& dout,
                   std::span<float const> dafter, G const& dx, std::span<float> dbefore, std::span<char> kept, memory& m,
                   caller here) const {
-        auto in = input(s, x, before);
-        rows<T> const dq = std::get<0>(dx).data(), dk = std::get<1>(dx).data(), dv = std::get<2>(dx).data();
-        cuda::gated_delta_rule_gradients<T> to{dq, dk, dv, std::get<3>(dx).data(), {}, dbefore};
-        if constexpr (Erases) to.dbeta = std::get<4>(dx).data();
-        auto shape = shape_of(in);
-        if (!cuda::detail::in_panels(in.q, in.k, in.v, dout.data(), dq, dk, dv))
-            shape.path = cuda::delta_rule_path::plain;
-        else
-            in.saved = kept, in.saved_tokens = s.tokens;
-        cuda::detail::require_saved(name, shape, in, here);
-        run(cuda::detail::delta_backward_space<Erases, T>(shape, in.k.count(), count(s), !in.saved.empty()), shape, in,
-            m, here, [&](auto const& call) { return cuda::detail::run_delta_backward(call, dout.data(), dafter, to); });
+        auto const p = backward_of(s, x, before, dout, dx, dbefore, kept, here);
+        run(p.space, p.shape, p.in, m, here,
+            [&](auto const& call) { return cuda::detail::run_delta_backward(call, p.dout, dafter, p.to); });
+    }
+
+    /// A backward on tensor cores whose gradients of states come first.
+    struct backward_parts {
+        cuda::gated_delta_rule_shape shape = {};
+        cuda::gated_delta_rule_input<T> in = {};
+        rows<T const> dout = {};
+        cuda::gated_delta_rule_gradients<T> to;
+        cuda::detail::delta_space space = {};
+        cuda::block<char> workspace = {};
+    };
+    /// Where walks leave multiprocessors, the other gradients are made beside them. Walks are along and back, of two
+    /// halves; where nothing is erased a multiprocessor has two of them.
+    template <class X, class D, class G>
+    bool has_backward_parts(X const& x, D const& dout, G const& dx, index_t segments) const {
+        index_t const chains = segments * shape_of(input({}, x, {})).value_heads;
+        return on_tensor_cores(x, dout, dx) && cuda::detail::fills_multiprocessors((Erases ? 4 : 2) * chains);
+    }
+    template <class X, class D, class G>
+    backward_parts begin_backward(cuda::recurrence_segments const& s, X const& x, std::span<float const> before,
+                                  D const& dout, std::span<float const> dafter, G const& dx, std::span<float> dbefore,
+                                  std::span<char> kept, memory& m, caller here) const {
+        auto p = backward_of(s, x, before, dout, dx, dbefore, kept, here);
+        p.workspace = m.memory().template room<char>(p.space.bytes);
+        with_call(p, m, here,
+                  [&](auto const& call) { cuda::detail::launch_delta_hopper_walks(call, p.dout, dafter, p.to); });
+        ++m.calls.on_tensor_cores;
+        return p;
+    }
+    void gradients(backward_parts& p, memory& m, caller here) const {
+        with_call(p, m, here,
+                  [&](auto const& call) { cuda::detail::launch_delta_hopper_gradients(call, p.dout, p.to); });
     }
     template <class X, class D>
     void backward_fold(cuda::recurrence_segments const& s, X const& x, D const& dout, std::span<float> dbefore,
@@ -190,8 +213,38 @@ private:
         if (given(p)) return order::states_first;
         return p.shape.scan || p.known == cuda::states_before::by_steps ? order::steps_first : order::together;
     }
-    template <class F>
-    void with_call(parts& p, memory& m, caller here, F&& f) const {
+    template <class X, class D, class G>
+    bool on_tensor_cores(X const& x, D const& dout, G const& dx) const {
+        return has_parts(x, dout) &&
+               cuda::detail::in_panels(std::get<0>(dx).data(), std::get<1>(dx).data(), std::get<2>(dx).data());
+    }
+    /// Returns what a backward is given, of kernels on tensor cores with room for the segments' own tokens alone.
+    template <class X, class D, class G>
+    backward_parts backward_of(cuda::recurrence_segments const& s, X const& x, std::span<float const> before,
+                               D const& dout, G const& dx, std::span<float> dbefore, std::span<char> kept,
+                               caller here) const {
+        auto const in = input(s, x, before);
+        backward_parts p{shape_of(in),
+                         in,
+                         dout.data(),
+                         {std::get<0>(dx).data(),
+                          std::get<1>(dx).data(),
+                          std::get<2>(dx).data(),
+                          std::get<3>(dx).data(),
+                          {},
+                          dbefore}};
+        if constexpr (Erases) p.to.dbeta = std::get<4>(dx).data();
+        index_t tokens = in.k.count();
+        if (on_tensor_cores(x, dout, dx))
+            p.in.saved = kept, p.in.saved_tokens = tokens = s.tokens;
+        else
+            p.shape.path = cuda::delta_rule_path::plain;
+        cuda::detail::require_saved(name, p.shape, p.in, here); // it may be lent
+        p.space = cuda::detail::delta_backward_space<Erases, T>(p.shape, tokens, count(s), !p.in.saved.empty());
+        return p;
+    }
+    template <class P, class F>
+    void with_call(P& p, memory& m, caller here, F&& f) const {
         if constexpr (std::same_as<T, __nv_bfloat16>)
             f(cuda::detail::delta_call<Erases, T>{p.shape, p.in, p.space, p.workspace.data(), m.stream(), here});
     }

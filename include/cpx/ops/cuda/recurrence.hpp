@@ -92,6 +92,13 @@ recurrence_gradients(D, X, rows<float const> = {}, rows<float> = {}) -> recurren
 ///   `before` is given
 /// - `totals(begun, maps, ends, by, here)`: as a fold, of what has begun by steps
 /// - `states(begun, before, after, by, here)`, and then `outputs(begun, by, here)`
+///
+/// And one that can make gradients of states before the others, so that these are on their way meanwhile:
+///
+/// - `backward_parts`: a type for what has begun; `has_backward_parts(x, dout, dx, segments)`: whether a backward of so
+///   many segments is to have them
+/// - `begin_backward(segments, x, before, dout, dafter, dx, dbefore, kept, by, here)` returns it, dbefore is made; and
+///   then `gradients(begun, by, here)`
 template <class R, class X, class O>
 concept recurrence_model =
     requires(R const r, recurrence_segments const s, X const x, O const o, std::span<float const> in,

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <concepts>
+#include <optional>
 #include <span>
 #include <utility>
 #include <vector>
@@ -144,9 +145,11 @@ protected:
     visits_list rest_; ///< gone over when states are on their way
 };
 
-/// Whether the forward of a model has parts.
+/// Whether the forward of a model has parts, and its backward.
 template <class R>
 inline constexpr bool has_parts = requires { typename R::parts; };
+template <class R>
+inline constexpr bool has_backward_parts = requires { typename R::backward_parts; };
 template <class R>
 struct parts_of {
     struct type {};
@@ -155,6 +158,15 @@ template <class R>
     requires has_parts<R>
 struct parts_of<R> {
     using type = typename R::parts;
+};
+template <class R>
+struct backward_parts_of {
+    struct type {};
+};
+template <class R>
+    requires has_backward_parts<R>
+struct backward_parts_of<R> {
+    using type = typename R::backward_parts;
 };
 
 template <class R, class Tensors>
@@ -287,9 +299,18 @@ public:
     device_backward(char const*, carry_plan<How, S> const& plan, R const& r, Tensors const& t, Gradients const& to,
                     cuda::state_exchange& memory, caller here)
         : device_states(plan, r, memory, here), r_(r), t_(t), to_(to) {}
-    void over(visits_list const& visits) { run(this->take_handed_on(visits)); }
-    void rest() { run(std::exchange(rest_, {})); }
+    void over(visits_list const& visits) {
+        auto first = this->take_handed_on(visits);
+        in_parts(first) ? begin(std::move(first)) : run(std::move(first));
+    }
+    void rest() {
+        if constexpr (has_backward_parts<R>)
+            for (begun& b : begun_) r_.gradients(*b.parts, memory_, here_);
+        begun_.clear();
+        run(std::exchange(rest_, {}));
+    }
     void fold(visits_list const& visits) {
+        folded_ = true;
         auto const list = this->wanted(visits);
         if (list.empty()) return;
         auto const of = this->describe(list);
@@ -300,16 +321,41 @@ public:
     void finish(char const*, caller) const {} // gradients of heads that several others read are whole
 
 private:
+    /// Segments of which gradients of states come before others, and what is read until these are made.
+    struct begun {
+        cuda::block<float> starts = {};
+        typename device_states::described of = {};
+        typename device_states::beside_each_other states = {};
+        std::optional<typename backward_parts_of<R>::type> parts = {};
+    };
+    bool in_parts(visits_list const& visits) const {
+        if (visits.empty() || folded_) return false;
+        if constexpr (has_backward_parts<R>) return r_.has_backward_parts(t_.x, to_.dout, to_.dx, std::ssize(visits));
+        return false;
+    }
+    void begin(visits_list visits) {
+        if constexpr (has_backward_parts<R>) {
+            std::span<char> const kept = this->in_order_of_forward(visits);
+            begun b{this->brought_together(visits), this->describe(visits), this->bring(visits, false)};
+            b.parts.emplace(r_.begin_backward(b.of.segments, t_.x, before(b.starts, visits), to_.dout,
+                                              all(b.states.before), to_.dx, all(b.states.after), kept, memory_, here_));
+            this->give(visits, b.states.after);
+            begun_.push_back(std::move(b));
+        }
+    }
     void run(visits_list visits) {
         if (visits.empty()) return;
         std::span<char> const kept = this->in_order_of_forward(visits);
         auto const starts = this->brought_together(visits);
-        std::span<float const> const before(starts.size() > 0 ? starts.data() : visits.front().start,
-                                            visits.size() * static_cast<std::size_t>(width_));
         this->each(visits, false,
                    [&](cuda::recurrence_segments const& s, std::span<float const> dafter, std::span<float> to) {
-                       r_.backward(s, t_.x, before, to_.dout, dafter, to_.dx, to, kept, memory_, here_);
+                       r_.backward(s, t_.x, before(starts, visits), to_.dout, dafter, to_.dx, to, kept, memory_, here_);
                    });
+    }
+    /// Returns the states before segments, which `brought_together` has copied or which lie so.
+    std::span<float const> before(cuda::block<float> const& starts, visits_list const& visits) const {
+        return {starts.size() > 0 ? starts.data() : visits.front().start,
+                visits.size() * static_cast<std::size_t>(width_)};
     }
     /// Returns copies of the states before segments, one behind the other; nothing where they lie so themselves.
     cuda::block<float> brought_together(visits_list const& visits) const {
@@ -339,6 +385,8 @@ private:
     R const& r_;
     Tensors const& t_;
     Gradients const& to_;
+    bool folded_ = false;      ///< what others wait for is made of steps
+    std::vector<begun> begun_; ///< whose other gradients are to be made
 };
 
 } // namespace cpx::detail
