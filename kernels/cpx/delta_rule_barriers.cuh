@@ -62,22 +62,22 @@ __device__ __forceinline__ void wait(barrier& b, int parity) {
 ///
 /// It does not wait for loads: what has been asked of shared memory while the warp's products are under way may come
 /// after the copy engine has written there (seen on an H200: sums of other numbers at every run). So a warp that says
-/// that something has been read has used it, at the latest as an operand of a product, or takes the next function.
+/// that something has been read has used it, at the latest as an operand of a product, or takes `arrive_after_loads`.
 __device__ __forceinline__ void arrive_warp(barrier& b) {
     __syncwarp();
     asm volatile("" ::: "memory");
     if (arrivals_of_warp == 32 || threadIdx.x % 32 == 0) b.base::arrive();
 }
 
-/// The same where nothing has used yet what was loaded: the loads come first.
-__device__ __forceinline__ void arrive_after_loads(barrier& b) {
-    cutlass::arch::fence_view_async_shared(); // orders reads before the copy engine's writes, too
-    arrive_warp(b);
-}
-
 /// The same at that barrier of a block of the cluster, after `arrive_warp` of the own one, which joins the lanes.
 __device__ __forceinline__ void arrive_warp(barrier& b, int block) {
     if (arrivals_of_warp == 32 || threadIdx.x % 32 == 0) b.base::arrive(static_cast<std::uint32_t>(block));
+}
+/// One arrival for a warp where nothing has used yet what was loaded: the loads come first.
+__device__ __forceinline__ void arrive_after_loads(barrier& b) {
+    asm volatile("" ::: "memory");
+    cutlass::arch::fence_view_async_shared(); // orders reads before the copy engine's writes, too
+    arrive_warp(b);
 }
 
 /// Joins the threads of a warpgroup, number `group` of the block.

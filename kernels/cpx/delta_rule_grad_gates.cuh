@@ -153,7 +153,7 @@ __device__ __forceinline__ void grad_block<Erases>::write_gates(CUtensorMap cons
             wait(memory->prepared_full[turn & 1], turn >> 1 & 1);
             float2 const b = reinterpret_cast<float2 const*>(gates.beta)[lane];
             float const fading = gates.decay[delta_chunk - 1];
-            arrive_warp(memory->prepared_empty[turn & 1]);
+            arrive_after_loads(memory->prepared_empty[turn & 1]);
             if (Erases && is_last()) store_queries(memory->queries, memory->queries_empty);
             wait(memory->sums_full, turn & 1);
             auto const two = [&](float const* x) { return reinterpret_cast<float2 const*>(x)[lane]; };

@@ -574,6 +574,7 @@ TEST_SUITE("cuda") {
                 return std::array{widen(maps.read()), widen(ends.read()), widen(back.read())};
             };
             auto const first = of_run();
+            CHECK(std::isfinite(first.back().front()));
             int others = 0;
             for (int i = 1; i < 100; ++i) {
                 auto const next = of_run();
@@ -610,6 +611,45 @@ TEST_SUITE("cuda") {
             gpu::detail::launch_delta_hopper_outputs(call, values);
             CHECK(on_ranks::same_bits(widen(o.read()), together.o));
             CHECK(on_ranks::same_bits(widen(last.read()), together.last));
+        }
+    }
+
+    TEST_CASE("gradients of states that are made before the others, and these, have the bits of one call") {
+        if (!has_gpus()) return;
+        using T = __nv_bfloat16;
+        for (index_t const group : {4, 8}) { // by a block a half of a head, and a head
+            CAPTURE(group);
+            auto p = make<T>({700, 1000, 0, 40, 20, 320, 460}, 2, group, 128, 128, kind::no_decay, 36);
+            p.first = {0, 3000, 5, 0, 60, 24, 1380};
+            auto const together = on_gpu<T>(p, true);
+            gpu::stream const stream;
+            device_problem<T> const there{p};
+            auto const in = there.erasing();
+            auto const dq = poisoned<T>(p.q.size()), dk = poisoned<T>(p.k.size()), dv = poisoned<T>(p.v.size());
+            auto const dg = poisoned<float>(p.g.size()), dbeta = poisoned<float>(p.beta.size()),
+                       dstate = poisoned<float>(p.state.size()), copy = poisoned<float>(p.state.size());
+            gpu::gated_delta_rule_gradients<T> const to{rows<T>(dq.data(), p.rows(), p.keys()),
+                                                        rows<T>(dk.data(), p.rows(), p.keys()),
+                                                        rows<T>(dv.data(), p.rows(), p.values()),
+                                                        rows<float>(dg.data(), p.rows(), p.shape.value_heads),
+                                                        rows<float>(dbeta.data(), p.rows(), p.shape.value_heads),
+                                                        all(dstate)};
+            auto const space = gpu::detail::delta_backward_space<true, T>(p.shape, p.rows(), p.sequences(), false);
+            if (!space.hopper) continue;
+            buffer<char> const workspace(space.bytes);
+            gpu::detail::delta_call<true, T> const call{p.shape,          in,     space,
+                                                        workspace.data(), stream, cpx::caller::here()};
+            gpu::detail::launch_delta_hopper_walks(call, there.gradients(), all(there.dlast), to);
+            gpu::check(cudaMemcpyAsync(copy.data(), dstate.data(), p.state.size() * sizeof(float),
+                                       cudaMemcpyDeviceToDevice, stream),
+                       "cudaMemcpyAsync");
+            gpu::detail::launch_delta_hopper_gradients(call, there.gradients(), to);
+            CHECK(on_ranks::same_bits(widen(copy.read()), together.dstate));
+            CHECK(on_ranks::same_bits(widen(dq.read()), together.dq));
+            CHECK(on_ranks::same_bits(widen(dk.read()), together.dk));
+            CHECK(on_ranks::same_bits(widen(dv.read()), together.dv));
+            CHECK(on_ranks::same_bits(widen(dg.read()), together.dg));
+            CHECK(on_ranks::same_bits(widen(dbeta.read()), together.dbeta));
         }
     }
 

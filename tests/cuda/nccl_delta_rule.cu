@@ -340,6 +340,28 @@ TEST_SUITE("cuda") {
         }
     }
 
+    TEST_CASE("of heads that fill a GPU gradients of states go before the others, and have the bits of one GPU") {
+        if (!has_gpus(2)) return;
+        using T = __nv_bfloat16;
+        group one(1), gpus(2);
+        for (bool const erases : {true, false})
+            for (auto const& list : {lengths({700}), lengths({600, 0, 530})}) { // 32 heads, and 64 of both
+                CAPTURE(erases);
+                CAPTURE(list.tokens());
+                auto p = make<T>(list, {2, 32, 128, 128}, false, 14);
+                for (double& g : p.g) g = static_cast<float>(g / 64);
+                p.erases = erases;
+                auto const alone = on_gpus<cpx::serial, T>(one, p, on_ranks::one_rank(p.batch), false);
+                for (auto const& layout :
+                     {cpx::table(cpx::sequential<>(2)), cpx::table(cpx::zigzag<>(2)), cpx::table(cpx::striped<>(2))}) {
+                    by_tokens const sharding(cpx::shard(p.batch, layout, cpx::aligned<cpx::dynamic>(64)));
+                    for (bool const window : {false, true})
+                        check_same(on_gpus<cpx::serial, T>(gpus, p, sharding, window, window), alone);
+                    check_close(on_gpus<cpx::scan, T>(gpus, p, sharding, true), alone, 9.4e-3, 1.2e-2);
+                }
+            }
+    }
+
     TEST_CASE("the gated delta rule and a decay a head over four GPUs are the host's, by serial with the bits of one") {
         if (!has_gpus(4)) return;
         for (bool const erases : {true, false}) {

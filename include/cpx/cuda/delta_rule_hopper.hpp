@@ -259,8 +259,9 @@ inline index_t delta_walks_along(gated_delta_rule_shape const& shape, index_t ch
 /// The walks of a backward: along chains of sequences and heads, and back.
 template <bool Erases, class T>
 struct delta_walks {
-    index_t chains, along; ///< so many blocks walk along
-    bool both;             ///< whether blocks have both halves of a chain
+    index_t chains;
+    index_t along; ///< so many blocks of both halves walk along
+    bool both;     ///< whether blocks have both halves of a chain
     kernels::delta_walk forth, back;
 
     explicit delta_walks(delta_call<Erases, T> const& of)
@@ -271,7 +272,8 @@ struct delta_walks {
     }
 };
 
-// A backward in parts. First gradients of values and of the states before sequences; then the others.
+// A backward in parts. First gradients of the states before sequences and, where something is erased, of values; then
+// the others. What comes between has waited for the walks: gradients, which come early, read before they wait.
 template <bool Erases, class T>
 void launch_delta_hopper_walks(delta_call<Erases, T> const& of, rows<T const> dout, std::span<float const> dlast,
                                gated_delta_rule_gradients<T> const& to) {

@@ -229,7 +229,7 @@ struct states_pass {
     /// Gives the steps of the segments that others reach, where they are wanted: the maps M and, in states that are
     /// zero on entry, E. Next, it goes over these segments.
     virtual void fold(std::vector<visit<T>> const& visits) const = 0;
-    /// Does what `over` has left, once states are on their way.
+    /// Does what `over` has left, also of segments whose states it has made, once these are on their way.
     virtual void rest() const {}
 
 protected:

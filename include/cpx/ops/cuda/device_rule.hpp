@@ -5,6 +5,7 @@
 #include <cpx/cuda/delta_rule_fold.hpp>
 #include <cpx/cuda/delta_rule_step.hpp>
 #include <cpx/cuda/gated_delta_rule.hpp>
+#include <cpx/cuda/nvtx.hpp>
 #include <cpx/ops/cuda/recurrence.hpp>
 
 namespace cpx::detail {
@@ -245,6 +246,11 @@ private:
     }
     template <class P, class F>
     void with_call(P& p, memory& m, caller here, F&& f) const {
+        auto const range = std::same_as<P, backward_parts>
+                               ? (Erases ? cuda::named_range<"cpx gated_delta_rule_backward">()
+                                         : cuda::named_range<"cpx head_decay_attention_backward">())
+                               : (Erases ? cuda::named_range<"cpx gated_delta_rule">()
+                                         : cuda::named_range<"cpx head_decay_attention">());
         if constexpr (std::same_as<T, __nv_bfloat16>)
             f(cuda::detail::delta_call<Erases, T>{p.shape, p.in, p.space, p.workspace.data(), m.stream(), here});
     }

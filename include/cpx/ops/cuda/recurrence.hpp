@@ -93,12 +93,14 @@ recurrence_gradients(D, X, rows<float const> = {}, rows<float> = {}) -> recurren
 /// - `totals(begun, maps, ends, by, here)`: as a fold, of what has begun by steps
 /// - `states(begun, before, after, by, here)`, and then `outputs(begun, by, here)`
 ///
-/// And one that can make gradients of states before the others, so that these are on their way meanwhile:
+/// And one that can make gradients of states before the others, so that these are on their way meanwhile, of segments
+/// whose gradients others wait for:
 ///
 /// - `backward_parts`: a type for what has begun; `has_backward_parts(x, dout, dx, segments)`: whether a backward of so
-///   many segments is to have them
-/// - `begin_backward(segments, x, before, dout, dafter, dx, dbefore, kept, by, here)` returns it, dbefore is made; and
-///   then `gradients(begun, by, here)`
+///   many segments is to have them, which a rank may answer by itself
+/// - `begin_backward(segments, x, before, dout, dafter, dx, dbefore, kept, by, here)` returns it when dbefore is on its
+///   way; and later `gradients(begun, by, here)`, once, makes dx of these segments and no longer touches dbefore. What
+///   both were given is there until then; exchanges, and other segments' folds and backwards, come between
 template <class R, class X, class O>
 concept recurrence_model =
     requires(R const r, recurrence_segments const s, X const x, O const o, std::span<float const> in,

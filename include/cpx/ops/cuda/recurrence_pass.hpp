@@ -321,7 +321,7 @@ public:
     void finish(char const*, caller) const {} // gradients of heads that several others read are whole
 
 private:
-    /// Segments of which gradients of states come before others, and what is read until these are made.
+    /// Segments of which gradients of states come before others, and what is kept until these are made.
     struct begun {
         cuda::block<float> starts = {};
         typename device_states::described of = {};
