@@ -503,15 +503,15 @@ TEST_SUITE("cuda") {
             std::vector<index_t> many; // fill the GPU, which then takes another kernel
             for (index_t row = 0; row < 500; row += 14 + row % 5) many.push_back(row);
             many.push_back(500);
+            results expected;
             // One of the first ones is empty; the second time, some have two stretches, whose steps are joined; the
             // last ones go round all that is loaded ahead.
-            for (auto const& [cuts, stretch] :
-                 {std::pair(std::vector<index_t>{0, 100, 100, 320, 500}, 0),
-                  std::pair(std::vector<index_t>{0, 30, 30, 330, 500}, 2), std::pair(many, 0),
-                  std::pair(std::vector<index_t>{0, 1250, 3000}, 0)}) {
+            for (auto const& [cuts, stretch] : {std::pair(std::vector<index_t>{0, 100, 100, 320, 500}, 0),
+                                                std::pair(std::vector<index_t>{0, 30, 30, 330, 500}, 2),
+                                                std::pair(many, 0), std::pair(std::vector<index_t>{0, 700, 1500}, 0)}) {
                 index_t const tokens = cuts.back();
                 auto p = make<T>({tokens}, 1, heads, key, value, kind::mild, 19);
-                auto const expected = on_host(p, true);
+                if (expected.o.size() != p.v.size()) expected = on_host(p, true); // once for all cuts of it
                 p.offsets = cuts;
                 p.shape.stretch = stretch;
                 p.shape.scan = stretch > 0;
@@ -576,7 +576,7 @@ TEST_SUITE("cuda") {
             auto const first = of_run();
             CHECK(std::isfinite(first.back().front()));
             int others = 0;
-            for (int i = 1; i < 100; ++i) {
+            for (int i = 1; i < 40; ++i) {
                 auto const next = of_run();
                 for (std::size_t j = 0; j < first.size(); ++j) others += !on_ranks::same_bits(next[j], first[j]);
             }
