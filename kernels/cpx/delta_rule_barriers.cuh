@@ -73,6 +73,7 @@ __device__ __forceinline__ void arrive_warp(barrier& b) {
 __device__ __forceinline__ void arrive_warp(barrier& b, int block) {
     if (arrivals_of_warp == 32 || threadIdx.x % 32 == 0) b.base::arrive(static_cast<std::uint32_t>(block));
 }
+
 /// One arrival for a warp where nothing has used yet what was loaded: the loads come first.
 __device__ __forceinline__ void arrive_after_loads(barrier& b) {
     asm volatile("" ::: "memory");

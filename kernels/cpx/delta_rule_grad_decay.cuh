@@ -33,7 +33,7 @@ __device__ __forceinline__ void grad_block<Erases>::write_sums() {
                 add_states(sum, along, memory->values, memory->dstate, keys(), factor);
             else
                 add_states(sum, along, memory->dout, memory->state, memory->queries, factor);
-            arrive_warp(memory->prepared_empty[turn & 1]); // the factors have been loaded for long
+            arrive_warp(memory->prepared_empty[turn & 1]); // the factors have been used
             arrive_warp(OfKeys ? memory->dstate_empty : memory->state_empty);
             arrive_warp(memory->values_empty);
             put_rows(along[0], along[1], memory->reading[OfKeys]);

@@ -511,7 +511,7 @@ TEST_SUITE("cuda") {
                                                 std::pair(many, 0), std::pair(std::vector<index_t>{0, 700, 1500}, 0)}) {
                 index_t const tokens = cuts.back();
                 auto p = make<T>({tokens}, 1, heads, key, value, kind::mild, 19);
-                if (expected.o.size() != p.v.size()) expected = on_host(p, true); // once for all cuts of it
+                if (expected.o.size() != p.v.size()) expected = on_host(p, true); // once for a length
                 p.offsets = cuts;
                 p.shape.stretch = stretch;
                 p.shape.scan = stretch > 0;

@@ -345,7 +345,8 @@ TEST_SUITE("cuda") {
         using T = __nv_bfloat16;
         group one(1), gpus(2);
         for (bool const erases : {true, false})
-            for (auto const& list : {lengths({700}), lengths({600, 0, 530})}) { // 32 heads, and 64 of both
+            // 32 chains, with which walks fill a GPU if they erase, and 64
+            for (auto const& list : {lengths({700}), lengths({600, 0, 530})}) {
                 CAPTURE(erases);
                 CAPTURE(list.tokens());
                 auto p = make<T>(list, {2, 32, 128, 128}, false, 14);

@@ -97,10 +97,10 @@ recurrence_gradients(D, X, rows<float const> = {}, rows<float> = {}) -> recurren
 /// whose gradients others wait for:
 ///
 /// - `backward_parts`: a type for what has begun; `has_backward_parts(x, dout, dx, segments)`: whether a backward of so
-///   many segments is to have them, which a rank may answer by itself
-/// - `begin_backward(segments, x, before, dout, dafter, dx, dbefore, kept, by, here)` returns it when dbefore is on its
-///   way; and later `gradients(begun, by, here)`, once, makes dx of these segments and no longer touches dbefore. What
-///   both were given is there until then; exchanges, and other segments' folds and backwards, come between
+///   many segments is to have them; ranks may answer differently
+/// - `begin_backward(segments, x, before, dout, dafter, dx, dbefore, kept, by, here)` enqueues dbefore and returns it;
+///   later `gradients(begun, by, here)`, once, enqueues dx of these segments and leaves dbefore alone. What both were
+///   given is there until then; exchanges, and other segments' folds and backwards, come between
 template <class R, class X, class O>
 concept recurrence_model =
     requires(R const r, recurrence_segments const s, X const x, O const o, std::span<float const> in,
