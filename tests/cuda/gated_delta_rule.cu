@@ -574,7 +574,8 @@ TEST_SUITE("cuda") {
                 return std::array{widen(maps.read()), widen(ends.read()), widen(back.read())};
             };
             auto const first = of_run();
-            CHECK(std::isfinite(first.back().front()));
+            for (numbers const& written : first)
+                CHECK(std::ranges::all_of(written, [](double x) { return std::isfinite(x); }));
             int others = 0;
             for (int i = 1; i < 40; ++i) {
                 auto const next = of_run();
