@@ -568,8 +568,10 @@ TEST_SUITE("cuda") {
             auto const states = static_cast<std::size_t>(2 * heads * 128 * 128);
             auto const maps = poisoned<float>(states), ends = poisoned<float>(states), back = poisoned<float>(states);
             auto const of_run = [&] {
-                gpu::gated_delta_rule_fold<T>(p.shape, in, all(maps), all(ends), all(space), stream);
-                gpu::gated_delta_rule_backward_fold<T>(p.shape, in, there.gradients(), all(back), all(space), stream);
+                CHECK(gpu::gated_delta_rule_fold<T>(p.shape, in, all(maps), all(ends), all(space), stream) ==
+                      core_path());
+                CHECK(gpu::gated_delta_rule_backward_fold<T>(p.shape, in, there.gradients(), all(back), all(space),
+                                                             stream) == core_path());
                 stream.synchronize();
                 return std::array{widen(maps.read()), widen(ends.read()), widen(back.read())};
             };
@@ -603,7 +605,8 @@ TEST_SUITE("cuda") {
             auto const order = gpu::detail::delta_order::states_first;
             auto const space =
                 gpu::detail::delta_forward_space<true, T>(p.shape, p.rows(), p.sequences(), false, order);
-            if (!space.hopper) continue;
+            REQUIRE(space.hopper == (core_path() == delta_rule_path::tensor_cores));
+            if (!space.hopper) continue; // the plain path has no parts
             buffer<char> const workspace(space.bytes);
             gpu::detail::delta_call<true, T> const call{p.shape,          in,     space,
                                                         workspace.data(), stream, cpx::caller::here()};
@@ -636,7 +639,8 @@ TEST_SUITE("cuda") {
                                                         rows<float>(dbeta.data(), p.rows(), p.shape.value_heads),
                                                         all(dstate)};
             auto const space = gpu::detail::delta_backward_space<true, T>(p.shape, p.rows(), p.sequences(), false);
-            if (!space.hopper) continue;
+            REQUIRE(space.hopper == (core_path() == delta_rule_path::tensor_cores));
+            if (!space.hopper) continue; // the plain path has no parts
             buffer<char> const workspace(space.bytes);
             gpu::detail::delta_call<true, T> const call{p.shape,          in,     space,
                                                         workspace.data(), stream, cpx::caller::here()};

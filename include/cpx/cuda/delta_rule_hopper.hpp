@@ -256,67 +256,78 @@ inline index_t delta_walks_along(gated_delta_rule_shape const& shape, index_t ch
     return chains <= room ? chains : std::min(chains, std::max({heads, multiprocessors() / 4 / heads * heads, room}));
 }
 
-/// The walks of a backward: along chains of sequences and heads, and back.
+/// A backward in parts: `walk`, which makes gradients of the states before sequences and, where something is erased, of
+/// values; then `rest`, whose kernel comes early and reads before it waits: what comes between waits for the walks.
 template <bool Erases, class T>
-struct delta_walks {
-    index_t chains;
-    index_t along; ///< so many blocks of both halves walk along
-    bool both;     ///< whether blocks have both halves of a chain
-    kernels::delta_walk forth, back;
-
-    explicit delta_walks(delta_call<Erases, T> const& of)
-        : chains(of.space.sequences * of.shape.value_heads), along(delta_walks_along(of.shape, chains)),
-          both(Erases && fills_multiprocessors(2 * chains)), forth(delta_walk_of(of)), back(forth) {
-        forth.states = of.workspace + of.space.states;
-        back.states = of.workspace + of.space.dstates;
+class delta_backward {
+public:
+    delta_backward(delta_call<Erases, T> const& of, rows<T const> dout, gated_delta_rule_gradients<T> const& to)
+        : of_(of), to_(to), chains_(of.space.sequences * of.shape.value_heads),
+          along_(delta_walks_along(of.shape, chains_)), both_(Erases && fills_multiprocessors(2 * chains_)),
+          forth_(delta_walk_of(of)), q_(panels(of.in.q, keys())), k_(panels(of.in.k, keys())),
+          v_(panels(of.in.v, values())), dout_(panels(dout, values())), dv_(panels(to.dv, values())) {
+        forth_.states = of.workspace + of.space.states;
     }
+    void walk(std::span<float const> dlast) const {
+        launch_delta_prepared(of_, forth_, !of_.in.saved.empty());
+        auto back = forth_;
+        back.states = dstates();
+        back.initial = dlast.data();
+        back.last = to_.dstate.data();
+        with_halves<Erases>(both_, [&](auto halves) {
+            constexpr std::size_t bytes = sizeof(kernels::delta::state_memory<halves, Erases>);
+            launch_hopper(of_, "delta_rule_walks", Erases && halves == 1 ? 2 : 1,
+                          kernels::delta_rule_walks<halves, Erases>,
+                          chains_ * 2 / halves + (both_ ? along_ : 2 * chains_), kernels::delta_walks_threads<Erases>,
+                          Erases ? std::max(bytes, sizeof(kernels::delta::dstate_memory<halves>)) : bytes, q_, k_, v_,
+                          dout_, dv_, forth_, back, kernels::delta_dvalues{delta_view(to_.dv, values())});
+        });
+    }
+    void rest() const {
+        launch_hopper(
+            of_, "delta_rule_grad", kernels::delta_rule_grad<Erases>,
+            std::min<index_t>(of_.space.chunks * of_.shape.key_heads, multiprocessors()), 512,
+            sizeof(kernels::delta::grad_memory), q_, k_, v_, dout_, dv_, panels(to_.dq, keys()), panels(to_.dk, keys()),
+            kernels::delta_gradients{forth_.plan, forth_.prepared, forth_.states, dstates(), delta_view(to_.dq, keys()),
+                                     delta_view(to_.dk, keys()), delta_view(to_.dg), delta_view(to_.dbeta),
+                                     forth_.key_heads, forth_.group, forth_.scale, delta_view(to_.dv, values()),
+                                     both_ && along_ < chains_});
+    }
+
+private:
+    index_t keys() const { return of_.shape.key_dim; }
+    index_t values() const { return of_.shape.value_dim; }
+    char* dstates() const { return of_.workspace + of_.space.dstates; }
+    template <class A>
+    CUtensorMap panels(rows<A> r, index_t dim) const {
+        return panels_of(r, dim, of_.here);
+    }
+
+    delta_call<Erases, T> const& of_;
+    gated_delta_rule_gradients<T> const& to_;
+    index_t chains_; ///< of sequences and heads
+    index_t along_;  ///< blocks of both halves that walk along
+    bool both_;      ///< whether blocks have both halves of a chain
+    kernels::delta_walk forth_;
+    CUtensorMap q_, k_, v_, dout_, dv_;
 };
 
-// A backward in parts. First gradients of the states before sequences and, where something is erased, of values; then
-// the others. What comes between has waited for the walks: gradients, which come early, read before they wait.
 template <bool Erases, class T>
 void launch_delta_hopper_walks(delta_call<Erases, T> const& of, rows<T const> dout, std::span<float const> dlast,
                                gated_delta_rule_gradients<T> const& to) {
-    auto const& in = of.in;
-    index_t const keys = of.shape.key_dim, values = of.shape.value_dim;
-    launch_delta_prepared(of, delta_walk_of(of), !in.saved.empty());
-    delta_walks<Erases, T> walks(of);
-    walks.back.initial = dlast.data();
-    walks.back.last = to.dstate.data();
-    with_halves<Erases>(walks.both, [&](auto halves) {
-        constexpr std::size_t bytes = sizeof(kernels::delta::state_memory<halves, Erases>);
-        launch_hopper(of, "delta_rule_walks", Erases && halves == 1 ? 2 : 1, kernels::delta_rule_walks<halves, Erases>,
-                      walks.chains * 2 / halves + (walks.both ? walks.along : 2 * walks.chains),
-                      kernels::delta_walks_threads<Erases>,
-                      Erases ? std::max(bytes, sizeof(kernels::delta::dstate_memory<halves>)) : bytes,
-                      panels_of(in.q, keys, of.here), panels_of(in.k, keys, of.here), panels_of(in.v, values, of.here),
-                      panels_of(dout, values, of.here), panels_of(to.dv, values, of.here), walks.forth, walks.back,
-                      kernels::delta_dvalues{delta_view(to.dv, values)});
-    });
+    delta_backward<Erases, T>(of, dout, to).walk(dlast);
 }
 template <bool Erases, class T>
 void launch_delta_hopper_gradients(delta_call<Erases, T> const& of, rows<T const> dout,
                                    gated_delta_rule_gradients<T> const& to) {
-    auto const& in = of.in;
-    index_t const keys = of.shape.key_dim, values = of.shape.value_dim;
-    delta_walks<Erases, T> const walks(of);
-    auto const& walk = walks.forth;
-    launch_hopper(of, "delta_rule_grad", kernels::delta_rule_grad<Erases>,
-                  std::min<index_t>(of.space.chunks * of.shape.key_heads, multiprocessors()), 512,
-                  sizeof(kernels::delta::grad_memory), panels_of(in.q, keys, of.here), panels_of(in.k, keys, of.here),
-                  panels_of(in.v, values, of.here), panels_of(dout, values, of.here), panels_of(to.dv, values, of.here),
-                  panels_of(to.dq, keys, of.here), panels_of(to.dk, keys, of.here),
-                  kernels::delta_gradients{walk.plan, walk.prepared, walk.states, walks.back.states,
-                                           delta_view(to.dq, keys), delta_view(to.dk, keys), delta_view(to.dg),
-                                           delta_view(to.dbeta), walk.key_heads, walk.group, walk.scale,
-                                           delta_view(to.dv, values), walks.both && walks.along < walks.chains});
+    delta_backward<Erases, T>(of, dout, to).rest();
 }
-
 template <bool Erases, class T>
 void launch_delta_hopper_backward(delta_call<Erases, T> const& of, rows<T const> dout, std::span<float const> dlast,
                                   gated_delta_rule_gradients<T> const& to) {
-    launch_delta_hopper_walks(of, dout, dlast, to);
-    launch_delta_hopper_gradients(of, dout, to);
+    delta_backward<Erases, T> const parts(of, dout, to);
+    parts.walk(dlast);
+    parts.rest();
 }
 
 } // namespace cpx::cuda::detail
