@@ -162,7 +162,7 @@ __device__ __forceinline__ void grad_block<Erases>::multiply_n(char const* inver
     round_to_operand(n, rounded);
     keep(n);
     cute::warpgroup_arrive();
-    multiply_along<4>(n, words, memory->scores, true);
+    multiply_upper_transposed(n, words, memory->scores);
     cute::warpgroup_commit_batch();
     row_products t, own;
     t.add_all(rounded, a);
