@@ -202,7 +202,7 @@ __device__ __forceinline__ void grad_block<Erases>::multiply_tokens() {
              multiply_n(inverse, words);
              keep(x);
              cute::warpgroup_arrive();
-             multiply_triangle(x, words, inverse); // N^T A
+             multiply_triangle(x, words, inverse, false); // N^T A
              cute::warpgroup_commit_batch();
              std::uint32_t b[2] = {twice_bf16(gates.beta[row]), twice_bf16(gates.beta[row + 8])};
              cute::warpgroup_wait<0>();

@@ -40,7 +40,7 @@ __device__ __forceinline__ void load_factors(delta_gates const& gates, float sca
         }
 }
 
-/// Computes P of a chunk by a warpgroup, of 16 tokens by a warp. Those beyond the chunk's end have anything. No inverse
+/// Computes P of a chunk by a warpgroup, of 16 tokens by a warp, with B = lower(Q K^T). Those beyond the chunk's end have anything. No inverse
 /// is read where nothing is erased. Calls `meanwhile()`, which waits for something, while the first product is under
 /// way: its factors are made before that wait. Without it the compiler makes them after the last product.
 template <bool Erases, class F>
@@ -69,11 +69,16 @@ __device__ __forceinline__ void compute_p(char const* queries, char const* keys,
         return i / 4 < warp ? ~0u : i / 4 == warp ? on_diagonal : 0u;
     };
     if constexpr (Erases) {
+        // B A is B (A - I) and B: of the latter the sum keeps what rounding the operand loses, so that none is rounded.
 #pragma unroll
-        for (int i = 0; i < 16; ++i) words[i] = two_bf16(sum[2 * i], sum[2 * i + 1]) & lower(i);
+        for (int i = 0; i < 16; ++i) {
+            words[i] = two_bf16(sum[2 * i], sum[2 * i + 1]);
+            sum[2 * i] -= low_half(words[i]), sum[2 * i + 1] -= high_half(words[i]);
+            words[i] &= lower(i);
+        }
         keep(sum);
         cute::warpgroup_arrive();
-        multiply_triangle(sum, words, inverse);
+        multiply_triangle(sum, words, inverse, true);
         cute::warpgroup_commit_batch();
         cute::warpgroup_wait<0>();
         keep(sum);

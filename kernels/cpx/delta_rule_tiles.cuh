@@ -235,10 +235,10 @@ __device__ __forceinline__ void multiply_first_columns(float (&sum)[32], std::ui
     multiply(1, std::integral_constant<std::size_t, 16>());
     multiply(0, std::integral_constant<std::size_t, 8>());
 }
-/// sum = a b, a in registers, b a triangle.
-__device__ __forceinline__ void multiply_triangle(float (&sum)[32], std::uint32_t const* a, char const* b) {
+/// sum (+)= a b, a in registers, b a triangle.
+__device__ __forceinline__ void multiply_triangle(float (&sum)[32], std::uint32_t const* a, char const* b, bool add) {
     std::uint64_t const right = down_triangle(b);
-    multiply_first_columns<Major::MN>(sum, a, false, [&](int k) { return further(right, 1024 * k); });
+    multiply_first_columns<Major::MN>(sum, a, add, [&](int k) { return further(right, 1024 * k); });
 }
 /// sum += a b, a in registers, b a panel that is a lower triangle; or sum += a b^T of an upper one.
 __device__ __forceinline__ void multiply_lower(float (&sum)[32], std::uint32_t const* a, char const* b) {

@@ -62,8 +62,9 @@ struct chunk {
         for (Index i = 0; i < n; ++i)
             for (Index j = 0; j < i; ++j) a.row(i) -= l(i, j) * a.row(j);
         a = bf16(half(a));
-        scores = bf16(lower(q * k.transpose()));
-        p = bf16((in.scale * (scores * a).cwiseProduct(decay)) * beta.asDiagonal());
+        matrix const exact = lower(q * k.transpose());
+        scores = bf16(exact);
+        p = bf16((in.scale * (scores * a + exact - scores).cwiseProduct(decay)) * beta.asDiagonal());
         x = bf16(beta.cwiseProduct(onward).asDiagonal() * (a.transpose() * k));
     }
 };

@@ -216,9 +216,11 @@ std::vector<numbers> on_host(problem const& p) {
 }
 
 /// `prepared`: with a `state_exchange`, else with the communicator; and what can be kept is kept. `window`: states go
-/// through memory that ranks reach.
+/// through memory that ranks reach. `in_parts`: whether the backward has to be in parts; of a prepared one, and on rank
+/// 1, which hands gradients of states on by every layout of two ranks.
 template <cpx::carry_kind How, class T, class S>
-std::vector<numbers> on_gpus(group& gpus, problem const& p, S const& sharding, bool prepared, bool window = false) {
+std::vector<numbers> on_gpus(group& gpus, problem const& p, S const& sharding, bool prepared, bool window = false,
+                             std::optional<bool> in_parts = {}) {
     results r(p);
     gpus.run([&](cpx::nccl& joined, auto const& meet) {
         cpx::cuda::stream const stream;
@@ -234,6 +236,9 @@ std::vector<numbers> on_gpus(group& gpus, problem const& p, S const& sharding, b
                 program<How, T>(p, sharding, comm, by, all_meet, r, true);
             else
                 program<How, T>(p, sharding, comm, comm, all_meet, r);
+            bool const told = prepared && in_parts && joined.rank() == 1;
+            cpx::require(!told || (by.calls.in_parts > 0) == *in_parts, "test", "backwards in parts",
+                         in_parts.value_or(false) ? "some" : "none", by.calls.in_parts);
         }
         meet();
     });
@@ -356,11 +361,16 @@ TEST_SUITE("cuda") {
                 for (auto const& layout :
                      {cpx::table(cpx::sequential<>(2)), cpx::table(cpx::zigzag<>(2)), cpx::table(cpx::striped<>(2))}) {
                     by_tokens const sharding(cpx::shard(p.batch, layout, cpx::aligned<cpx::dynamic>(64)));
+                    std::optional<bool> const in_parts = erases ? std::optional(true) : std::nullopt;
                     for (bool const window : {false, true})
-                        check_same(on_gpus<cpx::serial, T>(gpus, p, sharding, window, window), alone);
+                        check_same(on_gpus<cpx::serial, T>(gpus, p, sharding, window, window, in_parts), alone);
                     check_close(on_gpus<cpx::scan, T>(gpus, p, sharding, true), alone, 9.4e-3, 1.2e-2);
                 }
             }
+        auto const few = make<T>(lengths({700}), {2, 4, 128, 128}, false, 15);
+        auto const alone = on_gpus<cpx::serial, T>(one, few, on_ranks::one_rank(few.batch), false);
+        by_tokens const sharding(cpx::shard(few.batch, cpx::sequential<>(2), cpx::aligned<64>{}));
+        check_same(on_gpus<cpx::serial, T>(gpus, few, sharding, true, false, false), alone);
     }
 
     TEST_CASE("the gated delta rule and a decay a head over four GPUs are the host's, by serial with the bits of one") {

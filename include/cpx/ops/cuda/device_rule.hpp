@@ -167,7 +167,7 @@ public:
         p.workspace = m.memory().template room<char>(p.space.bytes);
         with_call(p, m, here,
                   [&](auto const& call) { cuda::detail::launch_delta_hopper_walks(call, p.dout, dafter, p.to); });
-        ++m.calls.on_tensor_cores;
+        ++m.calls.on_tensor_cores, ++m.calls.in_parts;
         return p;
     }
     void gradients(backward_parts& p, memory& m, caller here) const {
