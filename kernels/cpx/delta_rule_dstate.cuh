@@ -108,7 +108,7 @@ __device__ __forceinline__ void carried_gradient<Halves, Folds>::pass_chunk(int 
     keep(s);
     cute::warpgroup_arrive();
     multiply_along<8, both ? 0 : 2>(dy, after, memory.x[side], false);
-    multiply_lower(dy, dout, memory.p[p_at]);
+    multiply_down(dy, dout, memory.p[p_at], true);
     cute::warpgroup_commit_batch();
     if constexpr (!both) read();
     cute::warpgroup_wait<both ? 0 : 1>();

@@ -162,7 +162,7 @@ __device__ __forceinline__ void grad_block<Erases>::multiply_n(char const* inver
     round_to_operand(n, rounded);
     keep(n);
     cute::warpgroup_arrive();
-    multiply_upper_transposed(n, words, memory->scores);
+    multiply_along<4>(n, words, memory->scores, true);
     cute::warpgroup_commit_batch();
     row_products t, own;
     t.add_all(rounded, a);

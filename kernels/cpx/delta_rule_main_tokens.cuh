@@ -40,9 +40,10 @@ __device__ __forceinline__ void load_factors(delta_gates const& gates, float sca
         }
 }
 
-/// Computes P of a chunk by a warpgroup, of 16 tokens by a warp, with B = lower(Q K^T). Those beyond the chunk's end have
-/// anything. No inverse is read where nothing is erased. Calls `meanwhile()`, which waits for something, while the first
-/// product is under way: its factors are made before that wait. Without it the compiler makes them after the last one.
+/// Computes P of a chunk by a warpgroup, of 16 tokens by a warp, with B = lower(Q K^T). Those beyond the chunk's end
+/// have anything. No inverse is read where nothing is erased. Calls `meanwhile()`, which waits for something, while the
+/// first product is under way: its factors are made before that wait. Without it the compiler makes them after the last
+/// product.
 template <bool Erases, class F>
 __device__ __forceinline__ void compute_p(char const* queries, char const* keys, char const* inverse,
                                           delta_gates const& gates, float scale, std::uint32_t (&words)[16],

@@ -129,28 +129,9 @@ template <Major A, Major B>
 using shared_64 = gmma::MMA_64x64x16_F32BF16BF16_SS<A, B>;
 template <Major A, Major B, std::size_t N>
 using shared_by = std::conditional_t<N == 32, shared_64<A, B>, gmma::MMA_64x128x16_F32BF16BF16_SS<A, B>>;
-
-/// The product of 64 rows in registers of which a thread has N sums: of 2 N columns.
 template <Major B, std::size_t N>
-struct from_registers;
-template <Major B>
-struct from_registers<B, 8> {
-    using product = gmma::MMA_64x16x16_F32BF16BF16_RS<Major::K, B>;
-};
-template <Major B>
-struct from_registers<B, 16> {
-    using product = gmma::MMA_64x32x16_F32BF16BF16_RS<Major::K, B>;
-};
-template <Major B>
-struct from_registers<B, 32> {
-    using product = gmma::MMA_64x64x16_F32BF16BF16_RS<Major::K, B>;
-};
-template <Major B>
-struct from_registers<B, 64> {
-    using product = gmma::MMA_64x128x16_F32BF16BF16_RS<Major::K, B>;
-};
-template <Major B, std::size_t N>
-using registers_by = typename from_registers<B, N>::product;
+using registers_by = std::conditional_t<N == 32, gmma::MMA_64x64x16_F32BF16BF16_RS<Major::K, B>,
+                                        gmma::MMA_64x128x16_F32BF16BF16_RS<Major::K, B>>;
 
 /// sum (+)= a b^T over 16 Steps, a in registers, b's rows along the sum. Issued, not awaited. `Apart`: so many steps
 /// are under way while what the others read of a is computed; without it the compiler has all of a first.
@@ -221,33 +202,14 @@ __device__ __forceinline__ void multiply_values(float (&sum)[N], std::uint32_t c
                                                   std::make_index_sequence<N>());
 }
 
-/// Adds the steps of a product over 64, a in registers, whose right operand at `step(k)` has nothing but zeros beyond
-/// column 16 k + 15: last steps first, as the last one has all columns. Sums of first columns are a shorter list of the
-/// same registers; of products of 48 columns CUTLASS has no name among those that are always there.
-template <Major B, class F>
-__device__ __forceinline__ void multiply_first_columns(float (&sum)[32], std::uint32_t const* a, bool add, F&& step) {
-    auto const multiply = [&](int k, auto sums) {
-        fma_registers<registers_by<B, sums>>(sum, a + 4 * k, step(k), add || k < 3 ? ScaleOut::One : ScaleOut::Zero,
-                                             std::make_index_sequence<sums>());
-    };
-    multiply(3, std::integral_constant<std::size_t, 32>());
-    multiply(2, std::integral_constant<std::size_t, 32>());
-    multiply(1, std::integral_constant<std::size_t, 16>());
-    multiply(0, std::integral_constant<std::size_t, 8>());
-}
 /// sum (+)= a b, a in registers, b a triangle.
 __device__ __forceinline__ void multiply_triangle(float (&sum)[32], std::uint32_t const* a, char const* b, bool add) {
     std::uint64_t const right = down_triangle(b);
-    multiply_first_columns<Major::MN>(sum, a, add, [&](int k) { return further(right, 1024 * k); });
-}
-/// sum += a b, a in registers, b a panel that is a lower triangle; or sum += a b^T of an upper one.
-__device__ __forceinline__ void multiply_lower(float (&sum)[32], std::uint32_t const* a, char const* b) {
-    std::uint64_t const right = down_rows(b);
-    multiply_first_columns<Major::MN>(sum, a, true, [&](int k) { return step_down(right, k); });
-}
-__device__ __forceinline__ void multiply_upper_transposed(float (&sum)[32], std::uint32_t const* a, char const* b) {
-    std::uint64_t const right = along_rows(b);
-    multiply_first_columns<Major::K>(sum, a, true, [&](int k) { return step_along(right, k); });
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+        fma_registers<registers_by<Major::MN, 32>>(sum, a + 4 * k, further(right, 1024 * k),
+                                                   add || k ? ScaleOut::One : ScaleOut::Zero,
+                                                   std::make_index_sequence<32>());
 }
 /// sum = a b over 64, one of them a triangle, the other a panel: Major::K says that the sum goes along an operand's
 /// rows, Major::MN down them.
