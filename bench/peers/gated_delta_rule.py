@@ -5,7 +5,7 @@ python3 bench/peers/gated_delta_rule.py build/gpu/bench/libcpx_peers.so     (nee
 
 Peers, each skipped where it is not installed:
     FlashQLA                  pip install flash-qla
-    flash-linear-attention    pip install flash-linear-attention
+    flash-linear-attention    pip install flash-linear-attention (its own kernels)
 
 First the errors of all against the recurrence token by token in float64, then times: one after the other, some rounds,
 each between two events, as users call them; of the backward after a forward that has saved what it saves.
@@ -13,6 +13,7 @@ Exit code 1 if an error of cpx is more than 1.05 times FlashQLA's with mild gate
 """
 
 import ctypes
+import os
 import sys
 
 from beside import begin, load, median_ms, must, version
@@ -125,6 +126,7 @@ def flash_qla():
 
 
 def fla():
+    os.environ["FLA_FLASH_QLA"] = "0"  # its own kernels, not those of FlashQLA, which it calls where that is installed
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     return theirs(chunk_gated_delta_rule)

@@ -13,12 +13,6 @@
 
 namespace cpx::kernels {
 
-/// Rows of heads of `dim` channels, a multiple of 8 up to 128, that are written: (tokens, heads, channels).
-struct delta_head_rows {
-    delta_rows<__nv_bfloat16> rows;
-    int dim;
-};
-
 namespace delta {
 
 template <bool Erases>
@@ -32,31 +26,12 @@ struct main_memory : erasing_memory<Erases, 3> {
     barrier aux_full[2], aux_empty[2], landed, values_landed;
 };
 
-/// Stores n rows of half the channels of a head, a panel, from `row` on, by a warp; returns when the panel has been
-/// read. What is beyond the head's channels is not written.
-__device__ __forceinline__ void store_rows(CUtensorMap const& map, delta_head_rows const& to, char const* panel,
-                                           int head, int half, int row, int n) {
-    int const lane = static_cast<int>(threadIdx.x) % 32;
-    if (n == delta_chunk) {
-        if (lane == 0) {
-            cute::SM90_TMA_STORE_3D::copy(&map, panel, 64 * half, row, head);
-            cute::tma_store_arrive();
-            cute::tma_store_wait<0>();
-        }
-    } else {
-#pragma unroll 1
-        for (int i = lane; i < n * 8; i += 32)
-            if (int const channel = 64 * half + i % 8 * 8; channel < to.dim)
-                *reinterpret_cast<uint4*>(to.rows.at(row + i / 8) + head * to.dim + channel) =
-                    *reinterpret_cast<uint4 const*>(panel + swizzled(i / 8, i % 8));
-    }
-}
-
 } // namespace delta
 
 /// What `delta_rule_main` writes, of value heads.
 struct delta_output {
     delta_head_rows rows;
+    delta_share share;
     bool after_state; ///< launched early after `delta_rule_state`, whose flags it awaits; else after all before it
 };
 
@@ -353,9 +328,9 @@ __device__ __forceinline__ void main_block<Erases>::carry(delta_stretch const& s
 } // namespace delta
 #endif
 
-/// A block computes the outputs of a stretch of a sequence and value head. A grid of (stretches at most) * value heads
-/// blocks of 512 threads: a warp that loads, a warpgroup that makes P and X one chunk ahead, two that have half a state
-/// each.
+/// A block computes the outputs of a stretch of a sequence and value head. A grid of (stretches of the share at most) *
+/// value heads blocks of 512 threads: a warp that loads, a warpgroup that makes P and X one chunk ahead, two that have
+/// half a state each.
 template <bool Erases>
 static __global__ void __launch_bounds__(512, 1)
     delta_rule_main(__grid_constant__ CUtensorMap const queries, __grid_constant__ CUtensorMap const keys,
@@ -365,8 +340,12 @@ static __global__ void __launch_bounds__(512, 1)
     using namespace delta;
     auto& memory = shared_memory<main_memory<Erases>>();
     int const heads = in.key_heads * in.group, head = static_cast<int>(blockIdx.x) % heads;
-    int const number = static_cast<int>(blockIdx.x) / heads, group = static_cast<int>(threadIdx.x) / 128;
+    int number = static_cast<int>(blockIdx.x) / heads, end = in.plan.most_stretches;
+    int const group = static_cast<int>(threadIdx.x) / 128;
     if (!to.after_state) wait_for_previous_kernel();
+    if (to.share.first > 0) number += delta_share::stretches(in.plan, to.share.first);
+    if (to.share.last < delta_share::all) end = delta_share::stretches(in.plan, to.share.last);
+    if (number >= end) return;
     delta_stretch const stretch = in.plan.stretches[number];
     begin_main<Erases>(memory); // while that is on its way
     if (stretch.sequence < 0) return;
@@ -380,7 +359,7 @@ static __global__ void __launch_bounds__(512, 1)
             work.load(queries, keys, values);
         } else if (warp >= 2) {
             work.store(outputs, to, warp - 2);
-        } else if (to.after_state && number + 1 == in.plan.totals[1]) {
+        } else if (to.after_state && number + 1 == delta_share::stretches(in.plan, to.share.last)) {
             wait_for_previous_kernel(); // or those after this one might come before the walks have ended
         }
     } else if (group == 1) {

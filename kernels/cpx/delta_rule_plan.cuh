@@ -132,6 +132,17 @@ struct delta_plan {
     }
 };
 
+/// Some of a batch's stretches, in the plan's order: from one share of all of them up to another, in 256ths.
+struct delta_share {
+    static constexpr int all = 256;
+    int first = 0, last = all;
+
+    /// Returns how many stretches come before a share's end: one at least, unless the share is none.
+    __device__ __forceinline__ static int stretches(delta_plan const& plan, int share) {
+        return share == 0 ? 0 : max(1, static_cast<int>(std::int64_t{plan.totals[1]} * share / all));
+    }
+};
+
 /// Returns the sequence of a chunk.
 __device__ __forceinline__ int delta_sequence_of(delta_plan const& plan, int chunk) {
     return last_at_or_before(chunk, plan.count, [&](int s) { return plan.sequences[s].first_chunk; });

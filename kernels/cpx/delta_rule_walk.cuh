@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What kernels that take the gated delta rule's state along chunks have in common (sm_90a): what they are given, flags
-// between them, loads of what is prepared, X, and the step.
+// between them, loads of what is prepared and stores of rows, X, and the step.
 #pragma once
 
 #include <cpx/delta_rule_step.cuh>
@@ -34,6 +34,12 @@ struct delta_walk {
     }
 };
 
+/// Rows of heads of `dim` channels, a multiple of 8 up to 128, that are written: (tokens, heads, channels).
+struct delta_head_rows {
+    delta_rows<__nv_bfloat16> rows;
+    int dim;
+};
+
 namespace delta {
 
 inline constexpr int snapshot_words = 64 * 128;
@@ -54,6 +60,26 @@ struct ring {
         if (++at == N) at = 0, parity ^= 1;
     }
 };
+
+/// Stores n rows of half the channels of a head, a panel, from `row` on, by a warp; returns when the panel has been
+/// read. What is beyond the head's channels is not written.
+__device__ __forceinline__ void store_rows(CUtensorMap const& map, delta_head_rows const& to, char const* panel,
+                                           int head, int half, int row, int n) {
+    int const lane = static_cast<int>(threadIdx.x) % 32;
+    if (n == delta_chunk) {
+        if (lane == 0) {
+            cute::SM90_TMA_STORE_3D::copy(&map, panel, 64 * half, row, head);
+            cute::tma_store_arrive();
+            cute::tma_store_wait<0>();
+        }
+    } else {
+#pragma unroll 1
+        for (int i = lane; i < n * 8; i += 32)
+            if (int const channel = 64 * half + i % 8 * 8; channel < to.dim)
+                *reinterpret_cast<uint4*>(to.rows.at(row + i / 8) + head * to.dim + channel) =
+                    *reinterpret_cast<uint4 const*>(panel + swizzled(i / 8, i % 8));
+    }
+}
 
 __device__ __forceinline__ void publish(int* flag, int value) {
     asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");

@@ -611,8 +611,8 @@ TEST_SUITE("cuda") {
             gpu::detail::delta_call<true, T> const call{p.shape,          in,     space,
                                                         workspace.data(), stream, cpx::caller::here()};
             gpu::detail::launch_delta_hopper_begin(call, order, true);
-            gpu::detail::launch_delta_hopper_states(call, true, all(last));
-            gpu::detail::launch_delta_hopper_outputs(call, values);
+            gpu::detail::launch_delta_hopper_states(call, order, all(last), values);
+            gpu::detail::launch_delta_hopper_outputs(call, order, values);
             CHECK(on_ranks::same_bits(widen(o.read()), together.o));
             CHECK(on_ranks::same_bits(widen(last.read()), together.last));
         }

@@ -141,16 +141,19 @@ void launch_delta_state(delta_call<Erases, T> const& of, kernels::delta_walk con
                   panels_of(of.in.v, of.shape.value_dim, of.here), walk);
 }
 
-/// Launches the outputs; `after_state`: while the walks before them go on.
+/// Launches the outputs of some stretches; `after_state`: while the walks before them go on.
 template <bool Erases, class T>
-void launch_delta_outputs(delta_call<Erases, T> const& of, kernels::delta_walk const& walk, rows<T> o,
-                          bool after_state) {
+void launch_delta_outputs(delta_call<Erases, T> const& of, kernels::delta_walk const& walk, rows<T> o, bool after_state,
+                          kernels::delta_share share = {}) {
+    if (share.first == share.last) return;
     auto const& in = of.in;
-    launch_hopper(of, "delta_rule_main", kernels::delta_rule_main<Erases>, of.space.stretches * of.shape.value_heads,
-                  512, sizeof(kernels::delta::main_memory<Erases>), panels_of(in.q, of.shape.key_dim, of.here),
+    index_t const stretches = of.space.stretches * (share.last - share.first) / kernels::delta_share::all + 1;
+    launch_hopper(of, "delta_rule_main", kernels::delta_rule_main<Erases>,
+                  std::min(stretches, of.space.stretches) * of.shape.value_heads, 512,
+                  sizeof(kernels::delta::main_memory<Erases>), panels_of(in.q, of.shape.key_dim, of.here),
                   panels_of(in.k, of.shape.key_dim, of.here), panels_of(in.v, of.shape.value_dim, of.here),
                   panels_of(o, of.shape.value_dim, of.here), walk,
-                  kernels::delta_output{delta_view(o, of.shape.value_dim), after_state});
+                  kernels::delta_output{delta_view(o, of.shape.value_dim), share, after_state});
 }
 
 /// Launches all but what comes before.
@@ -179,8 +182,8 @@ void launch_delta_hopper(delta_call<Erases, T> const& of, rows<T> o, std::span<f
 }
 
 // A forward in parts. What comes before, and steps, if they are wanted: of stretches, by scan, else along sequences;
-// what these make of sequences; the states, of steps or walked along; the outputs. `known`: whether those before are,
-// which first steps begin with then.
+// what these make of sequences; the states, of steps or walked along, which leaves multiprocessors to some outputs; the
+// other outputs. `known`: whether those before are, which first steps begin with then.
 template <bool Erases, class T>
 void launch_delta_hopper_begin(delta_call<Erases, T> const& of, delta_order order, bool known) {
     auto const walk = delta_walk_of(of);
@@ -195,19 +198,27 @@ void launch_delta_hopper_totals(delta_call<Erases, T> const& of, std::span<float
     launch_delta_join(of, walk, delta_steps_of(of, false, true), {maps.data(), ends.data()}, !of.shape.scan);
 }
 template <bool Erases, class T>
-void launch_delta_hopper_states(delta_call<Erases, T> const& of, bool known, std::span<float> after) {
+void launch_delta_hopper_states(delta_call<Erases, T> const& of, delta_order order, std::span<float> after, rows<T> o) {
     auto walk = delta_walk_of(of);
     walk.snapshots = of.floats(of.space.snapshots);
+    bool const known = order == delta_order::states_first;
+    if (known && !of.shape.scan) {
+        auto to_end = walk;
+        to_end.last = after.data();
+        launch_delta_state(of, to_end);
+        return launch_delta_outputs(of, walk, o, true, {0, delta_share_beside<Erases>(of.shape, of.space.sequences)});
+    }
     walk.last = after.data();
-    if (known && !of.shape.scan) return launch_delta_state(of, walk);
     if (known) walk.initial = nullptr; // the first steps begin with it
     launch_delta_join(of, walk, delta_steps_of(of, known, true), {}, !of.shape.scan);
 }
 template <bool Erases, class T>
-void launch_delta_hopper_outputs(delta_call<Erases, T> const& of, rows<T> o) {
+void launch_delta_hopper_outputs(delta_call<Erases, T> const& of, delta_order order, rows<T> o) {
     auto walk = delta_walk_of(of);
     walk.snapshots = of.floats(of.space.snapshots);
-    launch_delta_outputs(of, walk, o, false);
+    bool const walked = order == delta_order::states_first && !of.shape.scan;
+    int const made = walked ? delta_share_beside<Erases>(of.shape, of.space.sequences) : 0;
+    launch_delta_outputs(of, walk, o, false, {made, kernels::delta_share::all});
 }
 
 template <bool Erases, class T>

@@ -60,6 +60,16 @@ kernels::delta_cut delta_cut_of(gated_delta_rule_shape const& shape, index_t tok
                            : kernels::delta_cut{64, 2 * wave, all, heads, walks};
 }
 
+/// Returns the share of outputs, in 256ths, that is computed while as many sequences are walked along to their ends.
+template <bool Erases>
+int delta_share_beside(gated_delta_rule_shape const& shape, index_t sequences) {
+    int const all = multiprocessors();
+    double const chains = static_cast<double>(sequences * shape.value_heads);
+    double const walking = std::min<double>(all, 2 / kernels::delta_state_blocks<Erases> * chains);
+    constexpr double steps = 4; // of a walk, which a chunk's outputs take on a multiprocessor
+    return static_cast<int>(kernels::delta_share::all * std::min((all - walking) / (steps * chains), 1.0));
+}
+
 /// Whether tensor cores can be used, where the copy engine can read and write all rows: of heads whose channels, beside
 /// zeros, fill tiles of 128, and begin at multiples of 16 bytes.
 template <bool Erases, class T>

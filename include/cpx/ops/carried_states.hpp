@@ -226,6 +226,8 @@ struct states_pass {
     /// Makes of the states that reach segments the ones that leave them; of segments that are the first on the way it
     /// sets the state itself. What nobody waits for may be left to `rest`.
     virtual void over(std::vector<visit<T>> visits) const = 0;
+    /// Says over which segments it goes next, before the states that reach them have come; nobody waits for this rank.
+    virtual void expect(std::vector<visit<T>> const&) const {}
     /// Gives the steps of the segments that others reach, where they are wanted: the maps M and, in states that are
     /// zero on entry, E. Next, it goes over these segments.
     virtual void fold(std::vector<visit<T>> const& visits) const = 0;
@@ -243,20 +245,23 @@ template <class T, class Memory>
 void carry_states(char const* where, carry_exchanges<serial> const& plan, side from, states_pass<T> const& pass,
                   typename Memory::template buffer<T>&, Memory& memory, caller here) {
     index_t const width = pass.shape().state_width();
-    typename Memory::template buffer<T> states;
-    for (index_t k = 0; k <= plan.steps; ++k) {
-        index_t const level = from == side::before ? k : plan.steps - k;
-        auto const members = plan.level(level);
-        if (k == 0) states = memory.template zeros<T>(where, {std::ssize(members), width}, here);
+    auto const level_of = [&](index_t k) { return from == side::before ? k : plan.steps - k; };
+    auto const visits_of = [&](index_t k, T* states) {
         std::vector<visit<T>> visits;
-        for (std::size_t m = 0; m < members.size(); ++m) {
-            auto const i = static_cast<std::size_t>(members[m]);
-            bool const handed_on = plan.links[i].beside(opposite(from)) > 0;
-            visits.push_back({i, states.data() + static_cast<index_t>(m) * width, nullptr, handed_on});
+        for (index_t const member : plan.level(level_of(k))) {
+            auto const i = static_cast<std::size_t>(member);
+            visits.push_back({i, states, nullptr, plan.links[i].beside(opposite(from)) > 0});
+            if (states) states += width;
         }
+        return visits;
+    };
+    auto states = memory.template zeros<T>(where, {std::ssize(plan.level(level_of(0))), width}, here);
+    for (index_t k = 0; k <= plan.steps; ++k) {
+        auto const visits = visits_of(k, states.data());
         pass.over(visits);
         if (k == plan.steps) break;
-        index_t const lower = from == side::before ? level : level - 1;
+        if (std::ranges::none_of(visits, &visit<T>::handed_on)) pass.expect(visits_of(k + 1, nullptr));
+        index_t const lower = std::min(level_of(k), level_of(k + 1));
         cpx::plan const step = plan.step(lower, from);
         auto next = memory.template zeros<T>(where, {step.target_rows, width}, here);
         memory.exchange(where, step, exchange_number(plan, lower, from),

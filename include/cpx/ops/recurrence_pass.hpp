@@ -118,6 +118,9 @@ public:
             if (v.map) list.push_back({maps_ + plan_.links[v.segment].map_row * width, v.map, width});
         memory_.transpose(shape_, list);
     }
+    void expect(std::vector<visit<T>> const& visits) const override {
+        if constexpr (requires { local_.expect(visits); }) local_.expect(visits);
+    }
     void rest() const override {
         if constexpr (requires { local_.rest(); }) local_.rest();
     }

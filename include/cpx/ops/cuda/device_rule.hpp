@@ -76,9 +76,9 @@ public:
                cuda::detail::has_delta_hopper<Erases, T>(shape_of(in), in.k.count()) &&
                cuda::detail::in_panels(in.q, in.k, in.v, o.data());
     }
-    /// Outputs beside states take less time than after them. So states come first only where more wait for them than
-    /// one exchange brings them to; or, by scan, where few heads are folded by stretches: of many, others fold
-    /// meanwhile.
+    /// All outputs beside states take less time than some after them. So states come first only where more wait for
+    /// them than one exchange brings them to; or, by scan, where few heads are folded by stretches: of many, others
+    /// fold meanwhile.
     template <class X>
     bool states_first(X const& x, index_t segments, index_t exchanges, bool by_scan) const {
         if (!by_scan) return exchanges > 1;
@@ -110,12 +110,13 @@ public:
             if (p.is_done)
                 cuda::detail::launch_delta_hopper_together(call, p.o, after);
             else
-                cuda::detail::launch_delta_hopper_states(call, given(p), after);
+                cuda::detail::launch_delta_hopper_states(call, order_of(p), after, p.o);
         });
     }
     void outputs(parts& p, memory& m, caller here) const {
         if (p.is_done) return;
-        with_call(p, m, here, [&](auto const& call) { cuda::detail::launch_delta_hopper_outputs(call, p.o); });
+        with_call(p, m, here,
+                  [&](auto const& call) { cuda::detail::launch_delta_hopper_outputs(call, order_of(p), p.o); });
     }
 
     template <class X, class O>
@@ -211,7 +212,7 @@ private:
     /// Few heads are folded by stretches; of many, only what others wait for comes before outputs.
     static cuda::detail::delta_order order_of(parts const& p) {
         using order = cuda::detail::delta_order;
-        if (given(p)) return order::states_first;
+        if (given(p) || p.known == cuda::states_before::carried) return order::states_first;
         return p.shape.scan || p.known == cuda::states_before::by_steps ? order::steps_first : order::together;
     }
     template <class X, class D, class G>

@@ -86,12 +86,13 @@ recurrence_gradients(D, X, rows<float const> = {}, rows<float> = {}) -> recurren
 /// too, of segments whose states others wait for, or that wait for others:
 ///
 /// - `parts`: a type for what has begun; `has_parts(x, o)`: whether a forward of these has them
-/// - `states_first(x, segments, exchanges, by_scan)`: whether that is faster, of so many segments whose states before
-///   are given, with so many exchanges to come
+/// - `states_first(x, segments, exchanges, by_scan)`: whether that is faster, of so many segments that others wait for,
+///   with so many exchanges in all
 /// - `begin(segments, x, before, o, known, kept, by, here)` returns it; known: a `states_before`, which says whether
 ///   `before` is given
 /// - `totals(begun, maps, ends, by, here)`: as a fold, of what has begun by steps
-/// - `states(begun, before, after, by, here)`, and then `outputs(begun, by, here)`
+/// - `states(begun, before, after, by, here)`, which may make some outputs beside states, and then
+///   `outputs(begun, by, here)`
 ///
 /// And one that can make gradients of states before the others, so that these are on their way meanwhile, of segments
 /// whose gradients others wait for:
