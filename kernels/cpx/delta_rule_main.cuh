@@ -31,8 +31,8 @@ struct main_memory : erasing_memory<Erases, 3> {
 /// What `delta_rule_main` writes, of value heads.
 struct delta_output {
     delta_head_rows rows;
-    delta_share share;
-    bool after_state; ///< launched early after `delta_rule_state`, whose flags it awaits; else after all before it
+    delta_share share; ///< all, if the walk's `last` is wanted of these blocks
+    bool after_state;  ///< launched early after `delta_rule_state`, whose flags it awaits; else after all before it
 };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL

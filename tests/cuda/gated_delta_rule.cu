@@ -590,32 +590,42 @@ TEST_SUITE("cuda") {
     TEST_CASE("states that are made before outputs, and those after sequences, have the bits of one call") {
         if (!has_gpus()) return;
         using T = __nv_bfloat16;
-        for (head_dims const dim : core_dims) {
-            CAPTURE(dim.value);
-            // As ranks have segments: of several stretches and of one, with parts of chunks at either end
-            auto p = make<T>({2000, 1000, 0, 40, 20, 920, 460}, 2, 4, dim.key, dim.value, kind::no_decay, 35);
-            p.first = {0, 3000, 5, 0, 60, 24, 1380};
-            auto const together = on_gpu<T>(p, false);
-            gpu::stream const stream;
-            device_problem<T> const there{p};
-            auto const in = there.erasing();
-            auto const o = poisoned<T>(p.v.size());
-            auto const last = poisoned<float>(p.state.size());
-            rows<T> const values(o.data(), p.rows(), p.values());
-            auto const order = gpu::detail::delta_order::states_first;
-            auto const space =
-                gpu::detail::delta_forward_space<true, T>(p.shape, p.rows(), p.sequences(), false, order);
-            REQUIRE(space.hopper == (core_path() == delta_rule_path::tensor_cores));
-            if (!space.hopper) continue; // the plain path has no parts
-            buffer<char> const workspace(space.bytes);
-            gpu::detail::delta_call<true, T> const call{p.shape,          in,     space,
-                                                        workspace.data(), stream, cpx::caller::here()};
-            gpu::detail::launch_delta_hopper_begin(call, order, true);
-            gpu::detail::launch_delta_hopper_states(call, order, all(last), values);
-            gpu::detail::launch_delta_hopper_outputs(call, order, values);
-            CHECK(on_ranks::same_bits(widen(o.read()), together.o));
-            CHECK(on_ranks::same_bits(widen(last.read()), together.last));
-        }
+        // As ranks have segments: of several stretches and of one, with parts of chunks at either end
+        struct {
+            std::vector<index_t> lengths, first;
+            index_t group;
+            bool beside; ///< whether some outputs are made beside states
+        } const batches[] = {{{2000, 1000, 0, 40, 20, 920, 460}, {0, 3000, 5, 0, 60, 24, 1380}, 4, false},
+                             {{20000, 0, 3000}, {0, 5, 60}, 4, true},
+                             {{9000}, {7}, 16, true}};
+        for (auto const& [lengths, first, group, beside] : batches)
+            for (head_dims const dim : core_dims) {
+                CAPTURE(dim.value);
+                CAPTURE(lengths.size());
+                auto p = make<T>(lengths, 2, group, dim.key, dim.value, kind::no_decay, 35);
+                p.first = first;
+                auto const together = on_gpu<T>(p, false);
+                gpu::stream const stream;
+                device_problem<T> const there{p};
+                auto const in = there.erasing();
+                auto const o = poisoned<T>(p.v.size());
+                auto const last = poisoned<float>(p.state.size());
+                rows<T> const values(o.data(), p.rows(), p.values());
+                auto const order = gpu::detail::delta_order::states_first;
+                auto const space =
+                    gpu::detail::delta_forward_space<true, T>(p.shape, p.rows(), p.sequences(), false, order);
+                REQUIRE(space.hopper == (core_path() == delta_rule_path::tensor_cores));
+                if (!space.hopper) continue; // the plain path has no parts
+                buffer<char> const workspace(space.bytes);
+                gpu::detail::delta_call<true, T> const call{p.shape,          in,     space,
+                                                            workspace.data(), stream, cpx::caller::here()};
+                CHECK((gpu::detail::delta_share_beside(call, order) > 0) == beside);
+                gpu::detail::launch_delta_hopper_begin(call, order, true);
+                gpu::detail::launch_delta_hopper_states(call, order, all(last), values);
+                gpu::detail::launch_delta_hopper_outputs(call, order, values);
+                CHECK(on_ranks::same_bits(widen(o.read()), together.o));
+                CHECK(on_ranks::same_bits(widen(last.read()), together.last));
+            }
     }
 
     TEST_CASE("gradients of states that are made before the others, and these, have the bits of one call") {

@@ -197,28 +197,31 @@ void launch_delta_hopper_totals(delta_call<Erases, T> const& of, std::span<float
     walk.initial = nullptr;
     launch_delta_join(of, walk, delta_steps_of(of, false, true), {maps.data(), ends.data()}, !of.shape.scan);
 }
+/// Returns the share of outputs that is computed beside states, which are walked along then.
+template <bool Erases, class T>
+int delta_share_beside(delta_call<Erases, T> const& of, delta_order order) {
+    if (order != delta_order::states_first || of.shape.scan) return 0;
+    return delta_share_beside(of.shape, of.space.cut, of.space.sequences, delta_saved_tokens(of.in));
+}
 template <bool Erases, class T>
 void launch_delta_hopper_states(delta_call<Erases, T> const& of, delta_order order, std::span<float> after, rows<T> o) {
     auto walk = delta_walk_of(of);
     walk.snapshots = of.floats(of.space.snapshots);
-    bool const known = order == delta_order::states_first;
-    if (known && !of.shape.scan) {
-        auto to_end = walk;
-        to_end.last = after.data();
-        launch_delta_state(of, to_end);
-        return launch_delta_outputs(of, walk, o, true, {0, delta_share_beside<Erases>(of.shape, of.space.sequences)});
-    }
     walk.last = after.data();
-    if (known) walk.initial = nullptr; // the first steps begin with it
-    launch_delta_join(of, walk, delta_steps_of(of, known, true), {}, !of.shape.scan);
+    bool const given = order == delta_order::states_first;
+    if (given && !of.shape.scan) {
+        launch_delta_state(of, walk);
+        walk.last = nullptr; // the walks write them
+        return launch_delta_outputs(of, walk, o, true, {0, delta_share_beside(of, order)});
+    }
+    if (given) walk.initial = nullptr; // the first steps begin with it
+    launch_delta_join(of, walk, delta_steps_of(of, given, true), {}, !of.shape.scan);
 }
 template <bool Erases, class T>
 void launch_delta_hopper_outputs(delta_call<Erases, T> const& of, delta_order order, rows<T> o) {
     auto walk = delta_walk_of(of);
     walk.snapshots = of.floats(of.space.snapshots);
-    bool const walked = order == delta_order::states_first && !of.shape.scan;
-    int const made = walked ? delta_share_beside<Erases>(of.shape, of.space.sequences) : 0;
-    launch_delta_outputs(of, walk, o, false, {made, kernels::delta_share::all});
+    launch_delta_outputs(of, walk, o, false, {delta_share_beside(of, order), kernels::delta_share::all});
 }
 
 template <bool Erases, class T>
@@ -351,6 +354,10 @@ template <class... A>
 void launch_delta_hopper(A const&...) {}
 template <class... A>
 void launch_delta_hopper_together(A const&...) {}
+template <class... A>
+int delta_share_beside(A const&...) {
+    return 0;
+}
 template <class... A>
 void launch_delta_hopper_begin(A const&...) {}
 template <class... A>

@@ -60,14 +60,18 @@ kernels::delta_cut delta_cut_of(gated_delta_rule_shape const& shape, index_t tok
                            : kernels::delta_cut{64, 2 * wave, all, heads, walks};
 }
 
-/// Returns the share of outputs, in 256ths, that is computed while as many sequences are walked along to their ends.
-template <bool Erases>
-int delta_share_beside(gated_delta_rule_shape const& shape, index_t sequences) {
-    int const all = multiprocessors();
-    double const chains = static_cast<double>(sequences * shape.value_heads);
-    double const walking = std::min<double>(all, 2 / kernels::delta_state_blocks<Erases> * chains);
-    constexpr double steps = 4; // of a walk, which a chunk's outputs take on a multiprocessor
-    return static_cast<int>(kernels::delta_share::all * std::min((all - walking) / (steps * chains), 1.0));
+/// Returns the share of outputs, in 256ths, that is computed while as many sequences, with so many tokens, are walked
+/// along to their ends. Rather too little, for others wait for the states: of a stretch that begins less than its own
+/// outputs' time before a walk's end, or that is a whole sequence, outputs would end after the walk.
+inline int delta_share_beside(gated_delta_rule_shape const& shape, kernels::delta_cut const& cut, index_t sequences,
+                              index_t tokens) {
+    constexpr int steps = 4; // of a walk, by trial, which a chunk's outputs take on a multiprocessor
+    index_t const stretches = tokens / kernels::delta_chunk / cut.chunks, late = (steps - 1) * sequences;
+    if (cut.chunks == kernels::delta_uncut || stretches <= late) return 0;
+    double const all = multiprocessors(), chains = static_cast<double>(sequences * shape.value_heads);
+    double const share = std::min((all - std::min(all, 2 * chains)) / (steps * chains),
+                                  static_cast<double>(stretches - late) / static_cast<double>(stretches));
+    return share * static_cast<double>(stretches) < 1 ? 0 : static_cast<int>(kernels::delta_share::all * share);
 }
 
 /// Whether tensor cores can be used, where the copy engine can read and write all rows: of heads whose channels, beside

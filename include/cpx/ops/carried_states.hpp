@@ -17,7 +17,7 @@ namespace cpx::detail {
 template <class T>
 struct visit {
     std::size_t segment = 0;
-    T* state = nullptr; ///< null: the segment is a whole sequence, and nobody else wants to know its state
+    T* state = nullptr; ///< null: of a whole sequence, whose state nobody else wants to know; or not there yet
     T* map = nullptr;
     bool handed_on = false; ///< whether another segment comes after it
     // The pass says these, which may be null.
@@ -226,7 +226,8 @@ struct states_pass {
     /// Makes of the states that reach segments the ones that leave them; of segments that are the first on the way it
     /// sets the state itself. What nobody waits for may be left to `rest`.
     virtual void over(std::vector<visit<T>> visits) const = 0;
-    /// Says over which segments it goes next, before the states that reach them have come; nobody waits for this rank.
+    /// Says over which segments it goes next, whose states have not come: where no segment waits for what it has just
+    /// gone over.
     virtual void expect(std::vector<visit<T>> const&) const {}
     /// Gives the steps of the segments that others reach, where they are wanted: the maps M and, in states that are
     /// zero on entry, E. Next, it goes over these segments.

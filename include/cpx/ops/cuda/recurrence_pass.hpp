@@ -51,8 +51,8 @@ public:
         for (begun& b : std::exchange(expected_, {})) {
             auto own = only(visits, b.handed_on);
             std::erase_if(visits, [&](visit<float> const& v) { return v.handed_on == b.handed_on; });
-            if (b.known == known::by_steps)
-                for (visit<float>& v : own) v.state = nullptr; // what leaves it has been made of steps
+            if (b.known == known::by_steps || !b.handed_on) // what leaves it is made of steps, or nobody wants it
+                for (visit<float>& v : own) v.state = nullptr;
             b.states = this->bring(own, true);
             states(own, std::move(b));
         }

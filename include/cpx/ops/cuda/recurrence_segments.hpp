@@ -22,8 +22,8 @@ struct recurrence_segments {
 };
 
 /// What is known of the states before segments when a forward in parts begins: they are given, and others wait for
-/// those after; or they come later, and others wait for those after, or for the steps that segments make, or nobody
-/// waits.
+/// those after; or they come later, and others wait for those after, which are carried on by serial, or for the steps
+/// that segments make, or nobody waits.
 enum class states_before { given, carried, by_steps, later };
 
 } // namespace cpx::cuda
