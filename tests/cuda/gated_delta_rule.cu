@@ -598,12 +598,12 @@ TEST_SUITE("cuda") {
         } const batches[] = {{{2000, 1000, 0, 40, 20, 920, 460}, {0, 3000, 5, 0, 60, 24, 1380}, 4, false},
                              {{20000, 0, 3000}, {0, 5, 60}, 4, true},
                              {{9000}, {7}, 16, true}};
-        for (auto const& [lengths, first, group, beside] : batches)
+        for (auto const& batch : batches)
             for (head_dims const dim : core_dims) {
                 CAPTURE(dim.value);
-                CAPTURE(lengths.size());
-                auto p = make<T>(lengths, 2, group, dim.key, dim.value, kind::no_decay, 35);
-                p.first = first;
+                CAPTURE(batch.lengths.size());
+                auto p = make<T>(batch.lengths, 2, batch.group, dim.key, dim.value, kind::no_decay, 35);
+                p.first = batch.first;
                 auto const together = on_gpu<T>(p, false);
                 gpu::stream const stream;
                 device_problem<T> const there{p};
@@ -619,7 +619,7 @@ TEST_SUITE("cuda") {
                 buffer<char> const workspace(space.bytes);
                 gpu::detail::delta_call<true, T> const call{p.shape,          in,     space,
                                                             workspace.data(), stream, cpx::caller::here()};
-                CHECK((gpu::detail::delta_share_beside(call, order) > 0) == beside);
+                CHECK((gpu::detail::delta_share_beside(call, order) > 0) == batch.beside);
                 gpu::detail::launch_delta_hopper_begin(call, order, true);
                 gpu::detail::launch_delta_hopper_states(call, order, all(last), values);
                 gpu::detail::launch_delta_hopper_outputs(call, order, values);
