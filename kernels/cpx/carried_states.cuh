@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cpx/launch_list.cuh>
+#include <cpx/previous_kernel.cuh>
 
 #include <cstdint>
 
@@ -14,12 +15,21 @@ struct state_copy {
     std::int64_t count;
 };
 
-/// A copy for each row of the grid.
+/// A copy for each row of the grid. By 16 bytes where both places are multiples of these: others wait for states.
 static __global__ void __launch_bounds__(256) copy_states(launch_list<state_copy, 128> const list) {
+    wait_for_previous_kernel();
+    let_next_kernel_come();
     state_copy const c = list.items[blockIdx.y];
-    std::int64_t const step = std::int64_t{gridDim.x} * 256;
-    for (std::int64_t i = std::int64_t{blockIdx.x} * 256 + threadIdx.x; i < c.count; i += step)
-        c.to[i] = c.from ? c.from[i] : 0.0f;
+    std::int64_t const step = std::int64_t{gridDim.x} * 256, first = std::int64_t{blockIdx.x} * 256 + threadIdx.x;
+    std::int64_t done = 0;
+    if ((reinterpret_cast<std::uintptr_t>(c.from) | reinterpret_cast<std::uintptr_t>(c.to)) % 16 == 0) {
+        done = c.count / 4 * 4;
+#pragma unroll 4
+        for (std::int64_t i = first; i < c.count / 4; i += step)
+            reinterpret_cast<float4*>(c.to)[i] =
+                c.from ? reinterpret_cast<float4 const*>(c.from)[i] : make_float4(0, 0, 0, 0);
+    }
+    for (std::int64_t i = done + first; i < c.count; i += step) c.to[i] = c.from ? c.from[i] : 0.0f;
 }
 
 /// `sum += map x`.

@@ -39,8 +39,7 @@ struct delta_totals {
 
 namespace delta {
 
-/// Halves: those of a state, of its value channels, that a block has. With both it folds a stretch, with one it goes
-/// along a sequence.
+/// Halves: those of a state, of its value channels, that a block has.
 template <bool Erases, int Halves>
 struct fold_memory : erasing_memory<Erases, 4> {
     static constexpr int stages = 4;
@@ -104,7 +103,7 @@ __device__ __forceinline__ void load_fold(CUtensorMap const& keys, CUtensorMap c
 }
 
 /// Computes half of E, or M, by warpgroup number `own` of those that do.
-template <bool Erases, bool Back, int Halves>
+template <bool Erases, bool Back, int Halves, bool Along>
 __device__ __forceinline__ void fold_half(delta_walk const& in, delta_steps const& to,
                                           fold_memory<Erases, Halves>& memory, folded const& of, float const* begin,
                                           int own) {
@@ -149,7 +148,7 @@ __device__ __forceinline__ void fold_half(delta_walk const& in, delta_steps cons
         cute::warpgroup_wait<0>();
         keep(s);
         if constexpr (!Erases) arrive_warp(read);
-        if (Halves == 1 && --left == 0) {
+        if (Along && --left == 0) {
             leave();
             left = in.plan.cut.length(++number, of.sequence.stretches);
         }
@@ -165,18 +164,18 @@ template <bool Erases, int Halves>
 inline constexpr int delta_fold_threads = 128 * (1 + (Erases ? 1 : 0) + Halves);
 
 /// Computes E and M: what tokens make of zeros, or of the state before the sequence, and, without values, of the
-/// identity. By both Halves a block has a stretch and value head, by one of them a sequence and value head, of which it
-/// leaves what all tokens before each stretch's end make. A grid of stretches at most * value heads blocks, twice as
-/// many with maps, which are not numbers where something is erased; or of sequences * 2 * value heads, likewise.
+/// identity. A block has a stretch and value head or, Along, a sequence and value head, of which it leaves what all
+/// tokens before each stretch's end make. A grid of stretches at most, or sequences, * value heads blocks; twice as many
+/// with maps, which are not numbers where something is erased, and twice as many where a block has one half.
 ///
 /// Back, with queries for keys and dO for values: what outputs alone make the gradient of the state before a segment.
-template <bool Erases, bool Back = false, int Halves = 2>
+template <bool Erases, bool Back = false, int Halves = 2, bool Along = false>
 static __global__ void __launch_bounds__(delta_fold_threads<Erases, Halves>, 1)
     delta_rule_fold(__grid_constant__ CUtensorMap const keys, __grid_constant__ CUtensorMap const values,
                     delta_walk const in, delta_steps const to) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     using namespace delta;
-    static_assert(!(Erases && Back) && !(Back && Halves == 1));
+    static_assert(!(Erases && Back) && !(Back && Along) && (Along || Halves == 2));
     constexpr int stages = fold_memory<Erases, Halves>::stages, first_group = Erases ? 2 : 1;
     auto& memory = shared_memory<fold_memory<Erases, Halves>>();
     if constexpr (Erases) clear_triangles(memory.inverse);
@@ -195,8 +194,8 @@ static __global__ void __launch_bounds__(delta_fold_threads<Erases, Halves>, 1)
     int number = static_cast<int>(blockIdx.x) / heads;
     if constexpr (Erases) of.of_map = number % 2, number /= 2;
     float const* begin = nullptr;
-    if constexpr (Halves == 1) {
-        of.half = number % 2, number /= 2;
+    if constexpr (Along) {
+        if constexpr (Halves == 1) of.half = number % 2, number /= 2;
         of.sequence = in.plan.sequences[number];
         of.last = of.sequence.chunks;
     } else {
@@ -221,7 +220,7 @@ static __global__ void __launch_bounds__(delta_fold_threads<Erases, Halves>, 1)
         }
     } else {
         if constexpr (Erases) cutlass::arch::warpgroup_reg_alloc<184>();
-        fold_half<Erases, Back, Halves>(in, to, memory, of, begin, group - first_group);
+        fold_half<Erases, Back, Halves, Along>(in, to, memory, of, begin, group - first_group);
     }
 #endif
 }

@@ -96,10 +96,7 @@ __device__ __forceinline__ void for_each_slice(rectangle_list const& all, F&& f)
         if (all.back)
             r = {r.target,        r.source,        r.target_pitch, r.source_pitch, r.rows, r.bytes,
                  r.target_buffer, r.source_buffer, r.vector,       r.unused,       r.first};
-        std::int32_t const rows = r.slice(), row = (s - r.first) * rows;
-        r.source += row * r.source_pitch;
-        r.target += row * r.target_pitch;
-        r.rows = min(rows, r.rows - row);
+        r.take_slice(s - r.first);
         f(r);
     }
 }
@@ -125,6 +122,9 @@ __global__ void copy_rectangles(__grid_constant__ rectangle_list const all,
 template <class T>
 __global__ void add_rectangles(__grid_constant__ rectangle_list const all,
                                __grid_constant__ rectangle_buffers const buffers) {
+    static_assert(rectangle::piece_bytes % sizeof(T) == 0,
+                  "cpx: elements that are added have another size than 1 to 6, "
+                  "8, 10, 12, 15, 16 or some more bytes");
     detail::for_each_slice(all, [&](rectangle const& r) {
         std::uint32_t const per_row = static_cast<std::uint32_t>(r.bytes) / sizeof(T);
         std::uint32_t const total = per_row * static_cast<std::uint32_t>(r.rows);

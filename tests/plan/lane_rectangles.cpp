@@ -47,9 +47,13 @@ described describe(tables::message_tables const& t, std::span<tables::rectangle 
             CHECK(r.first == slices);
             CHECK((r.rows == 0 || (r.source | r.target | r.source_pitch | r.target_pitch | r.bytes) % r.vector == 0));
             slices += r.slices();
-            for (index_t i = 0; i < r.rows; ++i)
-                rows.push_back({r.target_buffer, r.target + i * r.target_pitch, r.source_buffer,
-                                r.source + i * r.source_pitch, r.bytes});
+            for (std::int32_t slice = 0; slice < r.slices(); ++slice) {
+                tables::rectangle part = r;
+                part.take_slice(slice);
+                for (index_t i = 0; i < part.rows; ++i)
+                    rows.push_back({part.target_buffer, part.target + i * part.target_pitch, part.source_buffer,
+                                    part.source + i * part.source_pitch, part.bytes});
+            }
         }
         CHECK(slices == size.slices);
         std::ranges::sort(rows);
@@ -154,6 +158,40 @@ int check(Plan const& p, typename cpx::detail::moved<Plan>::width width) {
 
 } // namespace
 
+TEST_CASE("slices of a rectangle have each of its bytes once, and no more than 32 KiB") {
+    splitmix numbers(41);
+    for (int round = 0; round < 300; ++round) {
+        tables::rectangle r{};
+        index_t const element = numbers.between(1, 6);
+        r.rows = static_cast<std::int32_t>(numbers.between(0, 5));
+        r.bytes = static_cast<std::int32_t>(element * numbers.between(0, numbers.between(0, 1) ? 9 : 40000));
+        r.source_pitch = r.bytes + numbers.between(0, 3) * 64, r.target_pitch = r.bytes + numbers.between(0, 3) * 64;
+        r.source = numbers.between(0, 9), r.target = numbers.between(0, 9);
+        r.set_vector();
+        std::vector<std::array<index_t, 2>> found; // row, byte
+        for (std::int32_t i = 0; i < r.slices(); ++i) {
+            tables::rectangle part = r;
+            part.take_slice(i);
+            CHECK(part.rows * part.bytes <= tables::rectangle::slice_bytes);
+            CHECK(part.source - r.source - (part.target - r.target) ==
+                  (part.source - r.source) / std::max<index_t>(r.source_pitch, 1) * (r.source_pitch - r.target_pitch));
+            CHECK((part.bytes % r.vector == 0 && (part.source | part.target) % r.vector == 0));
+            CHECK(part.bytes % element == 0);
+            for (index_t row = 0; row < part.rows; ++row) {
+                index_t const at = part.source - r.source + row * r.source_pitch;
+                for (index_t byte = 0; byte < part.bytes; ++byte)
+                    found.push_back({at / r.source_pitch, at % r.source_pitch + byte});
+            }
+        }
+        bool whole = std::ssize(found) == index_t{r.rows} * r.bytes;
+        for (std::size_t i = 0; whole && i < found.size(); ++i) {
+            auto const at = static_cast<index_t>(i);
+            whole = found[i] == std::array<index_t, 2>{at / r.bytes, at % r.bytes};
+        }
+        CHECK(whole);
+    }
+}
+
 TEST_CASE("tables made of lanes and cu_seqlens are those of the host's plans, of any packing") {
     splitmix numbers(29);
     int relayouts = 0, halos = 0, edges = 0, carries = 0, scans = 0;
@@ -177,7 +215,8 @@ TEST_CASE("tables made of lanes and cu_seqlens are those of the host's plans, of
             auto const after = cpx::halo(from, rank, reach, cpx::side::after);
             edges +=
                 check(cpx::edges_of(after).exchange, cpx::edge_lanes(after).at(0), {width, width, width, width, 4});
-            carries += check(cpx::carry<cpx::serial>(from, rank), {width, 0});
+            index_t const state = width + (round % 3 == 0 ? 20000 : 0); // and rows of several slices
+            carries += check(cpx::carry<cpx::serial>(from, rank), {state, 0});
             scans += check(cpx::carry<cpx::scan>(from, rank), {width, numbers.between(0, 3) * width / 2});
         };
         each(cpx::shard(batch, cpx::zigzag<>(ranks)), cpx::shard(batch, cpx::sequential<>(ranks)));

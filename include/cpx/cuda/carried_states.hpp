@@ -20,7 +20,7 @@ inline index_t tiles_of(index_t rows, index_t columns) { return (rows + 31) / 32
 inline void copy_states(std::span<kernels::state_copy const> list, cudaStream_t stream, caller here = caller::here()) {
     using items = kernels::launch_list<kernels::state_copy, 128>;
     detail::in_launches<items>(list, [&](items const& some, unsigned count) {
-        launch(kernels::copy_states, dim3(64, count), 256, 0, stream, "copy_states", here, some);
+        launch_early(kernels::copy_states, dim3(64, count), 256, 0, stream, "copy_states", here, some);
     });
 }
 

@@ -100,21 +100,31 @@ kernels::delta_steps delta_steps_of(delta_call<Erases, T> const& of, bool before
     return {of.floats(of.space.maps), of.floats(of.space.ends), before_known, last_wanted};
 }
 
-/// Launches steps, into the workspace: of stretches or, `along` sequences, of all tokens before their ends.
+/// Calls `f` with how many halves of a chain a block takes, as an std::integral_constant: both where blocks are enough,
+/// for then what these share counts. Those of a decay share little.
+template <bool Erases, class F>
+void with_halves(bool enough, F&& f) {
+    if constexpr (Erases)
+        if (enough) return f(std::integral_constant<int, 2>());
+    f(std::integral_constant<int, 1>());
+}
+
+/// Launches steps, into the workspace: of stretches or, `along` sequences, of all tokens before their ends. Those are
+/// folded by halves, unless some of these would wait for multiprocessors.
 template <bool Erases, class T>
 void launch_delta_steps(delta_call<Erases, T> const& of, kernels::delta_walk const& walk,
                         kernels::delta_steps const& steps, bool along) {
-    auto const launch = [&](auto halves, index_t blocks) {
-        launch_hopper(of, "delta_rule_fold", kernels::delta_rule_fold<Erases, false, halves>,
-                      blocks * (Erases ? 2 : 1) * of.shape.value_heads, kernels::delta_fold_threads<Erases, halves>,
+    auto const launch = [&](auto halves, auto is_along, index_t chains) {
+        launch_hopper(of, "delta_rule_fold", kernels::delta_rule_fold<Erases, false, halves, is_along>,
+                      chains * 2 / halves * (Erases ? 2 : 1), kernels::delta_fold_threads<Erases, halves>,
                       sizeof(kernels::delta::fold_memory<Erases, halves>),
                       panels_of(of.in.k, of.shape.key_dim, of.here), panels_of(of.in.v, of.shape.value_dim, of.here),
                       walk, steps);
     };
-    if (along)
-        launch(std::integral_constant<int, 1>(), 2 * of.space.sequences);
-    else
-        launch(std::integral_constant<int, 2>(), of.space.stretches);
+    if (!along)
+        return launch(std::integral_constant<int, 2>(), std::false_type(), of.space.stretches * of.shape.value_heads);
+    index_t const chains = of.space.sequences * of.shape.value_heads;
+    with_halves<Erases>(4 * chains > multiprocessors(), [&](auto halves) { launch(halves, std::true_type(), chains); });
 }
 
 /// Launches what makes states of steps or, if they are wanted, `totals`.
@@ -228,15 +238,6 @@ template <bool Erases, class T>
 void launch_delta_hopper_fold(delta_call<Erases, T> const& of, std::span<float> maps, std::span<float> ends) {
     launch_delta_hopper_begin(of, delta_order::steps_first, false);
     launch_delta_hopper_totals(of, maps, ends);
-}
-
-/// Calls `f` with how many halves of a chain a block takes, as an std::integral_constant: both where blocks are enough,
-/// for then what these share counts. Those of a decay share little.
-template <bool Erases, class F>
-void with_halves(bool enough, F&& f) {
-    if constexpr (Erases)
-        if (enough) return f(std::integral_constant<int, 2>());
-    f(std::integral_constant<int, 1>());
 }
 
 template <bool Erases, class T>

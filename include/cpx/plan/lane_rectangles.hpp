@@ -262,11 +262,12 @@ public:
     }
 
 private:
-    static index_t slice(index_t bytes) {
+    static rectangle row_of(index_t bytes) {
         rectangle row{};
         row.bytes = static_cast<std::int32_t>(bytes);
-        return row.slice();
+        return row;
     }
+    static index_t slice(index_t bytes) { return row_of(bytes).slice(); }
     index_t bytes(bool out) const { return (out ? shape_.source_width : shape_.target_width) * shape_.element; }
     index_t pitch(bool out) const { return (out ? shape_.source_stride : shape_.target_stride) * shape_.element; }
     std::vector<lane> const& lanes(bool out) const { return out ? plan_->sends : plan_->receives; }
@@ -292,7 +293,8 @@ private:
         work_.jobs.push_back({source, target, to_ + rectangles_, static_cast<std::int32_t>(bytes), slices_, 0,
                               static_cast<std::int32_t>(std::ssize(work_.cells)) - 1});
         rectangles_ += plan_->cells.runs(static_cast<int>(batch_.sequences()));
-        slices_ += static_cast<int>(slices_of(out, bytes)[static_cast<std::size_t>(i - first_[out])]);
+        auto const of_rows = static_cast<int>(slices_of(out, bytes)[static_cast<std::size_t>(i - first_[out])]);
+        slices_ += of_rows * row_of(bytes).pieces();
     }
     /// Adds columns of the rows from `first` on, of one end, to or from where they are packed.
     void add_run(index_t first, index_t count, run column, lane_end const& packed, bool out) {

@@ -25,9 +25,25 @@ struct rectangle {
         std::int64_t const places = 16 | source | target | source_pitch | target_pitch | bytes;
         vector = static_cast<std::int16_t>(places & -places);
     }
-    /// Returns the rows of a slice: 32 KiB, or one.
-    CPX_HOST_DEVICE std::int32_t slice() const { return bytes < (1 << 15) ? (1 << 15) / (bytes > 0 ? bytes : 1) : 1; }
-    CPX_HOST_DEVICE std::int32_t slices() const { return (rows + slice() - 1) / slice(); }
+    static constexpr std::int32_t slice_bytes = 1 << 15;  ///< at most
+    static constexpr std::int32_t piece_bytes = 15 << 11; ///< of a row that is longer, as states are: whole elements
+    /// Returns the rows of a slice: as many as are not more than that, or one.
+    CPX_HOST_DEVICE std::int32_t slice() const {
+        return bytes < slice_bytes ? slice_bytes / (bytes > 0 ? bytes : 1) : 1;
+    }
+    /// Returns into how many slices a row is cut.
+    CPX_HOST_DEVICE std::int32_t pieces() const {
+        return bytes > slice_bytes ? (bytes + piece_bytes - 1) / piece_bytes : 1;
+    }
+    CPX_HOST_DEVICE std::int32_t slices() const { return (rows + slice() - 1) / slice() * pieces(); }
+    /// Makes it slice number `i` of itself.
+    CPX_HOST_DEVICE void take_slice(std::int32_t i) {
+        std::int32_t const each = slice(), cut = pieces(), row = i / cut * each, begin = i % cut * piece_bytes;
+        source += row * source_pitch + begin;
+        target += row * target_pitch + begin;
+        rows = each < rows - row ? each : rows - row;
+        if (cut > 1) bytes = piece_bytes < bytes - begin ? piece_bytes : bytes - begin;
+    }
 };
 
 /// What is sent to a peer or received from it: bytes of one of a launch's buffers.

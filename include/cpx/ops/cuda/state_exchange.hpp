@@ -35,7 +35,7 @@ public:
 
     /// `most`: see `capacity`; none: what the first batch wants. `through`: `comm.through()`, for states to go through
     /// memory that all ranks reach, where captured calls are replayed with other batches; null: they are sent, which
-    /// takes less time on the device, for no multiprocessors wait with a rank that is early.
+    /// takes as long and leaves multiprocessors to other streams while a rank that is early waits.
     explicit state_exchange(communicator& comm, capacity most = {}, peer_resource* through = nullptr)
         : comm_(comm), most_(most), through_(through) {}
     template <class X = void>
