@@ -41,11 +41,11 @@ namespace delta {
 
 /// Halves: those of a state, of its value channels, that a block has.
 template <bool Erases, int Halves>
-struct fold_memory : erasing_memory<Erases, 4> {
+struct fold_memory : erasing_memory<Erases, 4, 3> {
     static constexpr int stages = 4;
     char keys[stages][2 * panel_bytes], values[stages][std::size_t{Halves}][panel_bytes];
     delta_gates gates[stages];
-    static constexpr int xs = 2;
+    static constexpr int xs = 3;
     barrier full[stages], empty[stages], x_full[xs], read[xs], landed;
 };
 
@@ -102,11 +102,11 @@ __device__ __forceinline__ void load_fold(CUtensorMap const& keys, CUtensorMap c
     }
 }
 
-/// Computes half of E, or M, by warpgroup number `own` of those that do.
+/// Computes half of E, or M, by warpgroup number `own` of those that do. `peer`: the other block of the cluster, or -1.
 template <bool Erases, bool Back, int Halves, bool Along>
 __device__ __forceinline__ void fold_half(delta_walk const& in, delta_steps const& to,
                                           fold_memory<Erases, Halves>& memory, folded const& of, float const* begin,
-                                          int own) {
+                                          int own, int peer) {
     int const heads = in.key_heads * in.group, half = of.half + own, chunks = of.last - of.first;
     float whole = 1;
     half_state s;
@@ -115,7 +115,7 @@ __device__ __forceinline__ void fold_half(delta_walk const& in, delta_steps cons
     else
         load_state(begin, in.dims, half, s);
     ring<fold_memory<Erases, Halves>::stages> r;
-    ring<2> x;
+    ring<fold_memory<Erases, Halves>::xs> x;
     std::uint32_t v[16] = {};
     float fading = 0;
     auto const await_chunk = [&] {
@@ -131,13 +131,14 @@ __device__ __forceinline__ void fold_half(delta_walk const& in, delta_steps cons
         if constexpr (!Erases && !Back)
             if (half == 0 && threadIdx.x % 128 == 0) to.maps[std::int64_t{stretch} * heads + of.head] = whole;
     };
+    auto const nothing = [] {};
     if (chunks > 0) await_chunk();
     for (int c = 0; c < chunks; ++c, x.next()) {
         std::uint32_t f[32];
         if constexpr (Erases) round_to_operand(s, f);
         scale(s, fading); // while products are under way, the compiler would await them
         if constexpr (Erases) {
-            erase_and_write(memory, r.at, x, f, v, s, [] {});
+            erase_and_write(memory, r.at, x, f, v, s, nothing, peer);
         } else {
             whole *= fading;
             write_tokens<Back>(memory.gates[r.at], memory.keys[r.at], in.scale, v, s);
@@ -166,7 +167,8 @@ inline constexpr int delta_fold_threads = 128 * (1 + (Erases ? 1 : 0) + Halves);
 /// Computes E and M: what tokens make of zeros, or of the state before the sequence, and, without values, of the
 /// identity. A block has a stretch and value head or, Along, a sequence and value head, of which it leaves what all
 /// tokens before each stretch's end make. A grid of stretches at most, or sequences, * value heads blocks; twice as many
-/// with maps, which are not numbers where something is erased, and twice as many where a block has one half.
+/// with maps, which are not numbers where something is erased, and twice as many where a block has one half. E and M of
+/// a chain Along may be a cluster, whose blocks share X.
 ///
 /// Back, with queries for keys and dO for values: what outputs alone make the gradient of the state before a segment.
 template <bool Erases, bool Back = false, int Halves = 2, bool Along = false>
@@ -178,21 +180,24 @@ static __global__ void __launch_bounds__(delta_fold_threads<Erases, Halves>, 1)
     static_assert(!(Erases && Back) && !(Back && Along) && (Along || Halves == 2));
     constexpr int stages = fold_memory<Erases, Halves>::stages, first_group = Erases ? 2 : 1;
     auto& memory = shared_memory<fold_memory<Erases, Halves>>();
+    bool const paired = Erases && Along && cute::cluster_shape().x == 2;
     if constexpr (Erases) clear_triangles(memory.inverse);
     if (threadIdx.x == 0) {
         for (int i = 0; i < stages; ++i) memory.full[i].init(1), memory.empty[i].init(4 * (first_group - 1 + Halves));
         for (barrier& full : memory.x_full) full.init(4);
-        for (barrier& read : memory.read) read.init(4 * Halves);
+        for (barrier& read : memory.read) read.init(4 * Halves * (paired ? 2 : 1));
         memory.landed.init(1);
         cutlass::arch::fence_barrier_init();
     }
     __syncthreads();
+    if (paired) cute::cluster_sync(); // or what the other block sends might come before there are barriers
     wait_for_previous_kernel();
     let_next_kernel_come();
     int const heads = in.key_heads * in.group, group = static_cast<int>(threadIdx.x) / 128;
-    folded of{{}, 0, static_cast<int>(blockIdx.x) % heads, false, 0, 0, 0};
-    int number = static_cast<int>(blockIdx.x) / heads;
+    int number = static_cast<int>(blockIdx.x);
+    folded of{};
     if constexpr (Erases) of.of_map = number % 2, number /= 2;
+    of.head = number % heads, number /= heads;
     float const* begin = nullptr;
     if constexpr (Along) {
         if constexpr (Halves == 1) of.half = number % 2, number /= 2;
@@ -216,12 +221,14 @@ static __global__ void __launch_bounds__(delta_fold_threads<Erases, Halves>, 1)
     } else if (group < first_group) {
         cutlass::arch::warpgroup_reg_dealloc<104>();
         if constexpr (Erases) {
-            x_maker<fold_memory<Erases, Halves>>{}.make(memory, of.last - of.first);
+            x_maker<fold_memory<Erases, Halves>>{}.make(memory, of.last - of.first, paired, of.of_map);
         }
     } else {
         if constexpr (Erases) cutlass::arch::warpgroup_reg_alloc<184>();
-        fold_half<Erases, Back, Halves, Along>(in, to, memory, of, begin, group - first_group);
+        fold_half<Erases, Back, Halves, Along>(in, to, memory, of, begin, group - first_group,
+                                               paired ? !of.of_map : -1);
     }
+    if (paired) leave_cluster();
 #endif
 }
 

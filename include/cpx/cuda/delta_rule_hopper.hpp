@@ -109,22 +109,26 @@ void with_halves(bool enough, F&& f) {
     f(std::integral_constant<int, 1>());
 }
 
-/// Launches steps, into the workspace: of stretches or, `along` sequences, of all tokens before their ends. Those are
-/// folded by halves, unless some of these would wait for multiprocessors.
+/// Launches steps, into the workspace: of stretches or, `along` sequences, of all tokens before their ends, E and M of a
+/// chain by a cluster. Those are folded by halves, unless some of these would wait for multiprocessors for long: a block
+/// of both takes 5 thirds of the time.
 template <bool Erases, class T>
 void launch_delta_steps(delta_call<Erases, T> const& of, kernels::delta_walk const& walk,
                         kernels::delta_steps const& steps, bool along) {
+    constexpr int parts = Erases ? 2 : 1;
     auto const launch = [&](auto halves, auto is_along, index_t chains) {
-        launch_hopper(of, "delta_rule_fold", kernels::delta_rule_fold<Erases, false, halves, is_along>,
-                      chains * 2 / halves * (Erases ? 2 : 1), kernels::delta_fold_threads<Erases, halves>,
-                      sizeof(kernels::delta::fold_memory<Erases, halves>),
+        launch_hopper(of, "delta_rule_fold", is_along ? parts : 1,
+                      kernels::delta_rule_fold<Erases, false, halves, is_along>, chains * 2 / halves * parts,
+                      kernels::delta_fold_threads<Erases, halves>, sizeof(kernels::delta::fold_memory<Erases, halves>),
                       panels_of(of.in.k, of.shape.key_dim, of.here), panels_of(of.in.v, of.shape.value_dim, of.here),
                       walk, steps);
     };
     if (!along)
         return launch(std::integral_constant<int, 2>(), std::false_type(), of.space.stretches * of.shape.value_heads);
-    index_t const chains = of.space.sequences * of.shape.value_heads;
-    with_halves<Erases>(4 * chains > multiprocessors(), [&](auto halves) { launch(halves, std::true_type(), chains); });
+    index_t const chains = of.space.sequences * of.shape.value_heads, all = multiprocessors();
+    auto const waves = [&](index_t blocks) { return (blocks + all - 1) / all; };
+    with_halves<Erases>(3 * waves(4 * chains) > 5 * waves(2 * chains),
+                        [&](auto halves) { launch(halves, std::true_type(), chains); });
 }
 
 /// Launches what makes states of steps or, if they are wanted, `totals`.
