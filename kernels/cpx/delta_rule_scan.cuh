@@ -166,9 +166,9 @@ inline constexpr int delta_fold_threads = 128 * (1 + (Erases ? 1 : 0) + Halves);
 
 /// Computes E and M: what tokens make of zeros, or of the state before the sequence, and, without values, of the
 /// identity. A block has a stretch and value head or, Along, a sequence and value head, of which it leaves what all
-/// tokens before each stretch's end make. A grid of stretches at most, or sequences, * value heads blocks; twice as many
-/// with maps, which are not numbers where something is erased, and twice as many where a block has one half. E and M of
-/// a chain Along may be a cluster, whose blocks share X.
+/// tokens before each stretch's end make. A grid of stretches at most, or sequences, * value heads blocks; twice as
+/// many with maps, which are not numbers where something is erased, and twice as many where a block has one half. E and
+/// M of a chain Along may be a cluster, whose blocks share X.
 ///
 /// Back, with queries for keys and dO for values: what outputs alone make the gradient of the state before a segment.
 template <bool Erases, bool Back = false, int Halves = 2, bool Along = false>

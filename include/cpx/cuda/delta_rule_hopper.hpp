@@ -109,9 +109,9 @@ void with_halves(bool enough, F&& f) {
     f(std::integral_constant<int, 1>());
 }
 
-/// Launches steps, into the workspace: of stretches or, `along` sequences, of all tokens before their ends, E and M of a
-/// chain by a cluster. Those are folded by halves, unless some of these would wait for multiprocessors for long: a block
-/// of both takes 5 thirds of the time.
+/// Launches steps, into the workspace: of stretches or, `along` sequences, of all tokens before their ends, E and M of
+/// a chain by a cluster. Those are folded by halves, unless some of these would wait for multiprocessors for long: a
+/// block of both takes 5 thirds of the time.
 template <bool Erases, class T>
 void launch_delta_steps(delta_call<Erases, T> const& of, kernels::delta_walk const& walk,
                         kernels::delta_steps const& steps, bool along) {

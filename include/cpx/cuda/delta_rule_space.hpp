@@ -39,8 +39,8 @@ bool has_delta_hopper() {
     return code.numRegs > 64;
 }
 
-/// Returns how sequences are cut by scan: on every GPU alike, for bits depend on it. Of many heads stretches are longer:
-/// there are blocks enough, and each stretch has a step of the state to be read.
+/// Returns how sequences are cut by scan: on every GPU alike, for bits depend on it. Of many heads stretches are
+/// longer: there are blocks enough, and each stretch has a step of the state to be read.
 inline kernels::delta_cut delta_scan_cut(gated_delta_rule_shape const& shape, index_t tokens) {
     if (shape.stretch > 0) return {static_cast<int>(shape.stretch)};
     index_t const chains = tokens / kernels::delta_chunk * shape.value_heads;
