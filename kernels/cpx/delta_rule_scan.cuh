@@ -39,7 +39,8 @@ struct delta_totals {
 
 namespace delta {
 
-/// Halves: those of a state, of its value channels, that a block has.
+/// Halves: those of a state, of its value channels, that a block has. X is made two chunks ahead, of which half may
+/// come from the block of E, or of M.
 template <bool Erases, int Halves>
 struct fold_memory : erasing_memory<Erases, 4, 3> {
     static constexpr int stages = 4;

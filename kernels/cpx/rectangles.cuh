@@ -9,6 +9,7 @@
 #include <cpx/neighbours.cuh>
 #include <cpx/previous_kernel.cuh>
 
+#include <cstddef>
 #include <cstdint>
 
 namespace cpx::kernels {
@@ -63,9 +64,9 @@ __device__ __forceinline__ void copy_rectangle(rectangle const& r, char const* s
     }
 }
 
-/// Calls `f(rectangle)` with the slices that are this block's, once the kernel before has ended. The list is fetched
-/// meanwhile, if it may be.
-template <class F>
+/// Calls `f(rectangle)` with the slices that are this block's, of whole elements of so many bytes, once the kernel
+/// before has ended. The list is fetched meanwhile, if it may be.
+template <std::size_t Element = 1, class F>
 __device__ __forceinline__ void for_each_slice(rectangle_list const& all, F&& f) {
     static_assert(sizeof(rectangle) % sizeof(std::uint64_t) == 0);
     constexpr int words = 1 << 11;
@@ -96,7 +97,7 @@ __device__ __forceinline__ void for_each_slice(rectangle_list const& all, F&& f)
         if (all.back)
             r = {r.target,        r.source,        r.target_pitch, r.source_pitch, r.rows, r.bytes,
                  r.target_buffer, r.source_buffer, r.vector,       r.unused,       r.first};
-        r.take_slice(s - r.first);
+        r.take_slice(s - r.first, static_cast<std::int32_t>(Element));
         f(r);
     }
 }
@@ -122,10 +123,7 @@ __global__ void copy_rectangles(__grid_constant__ rectangle_list const all,
 template <class T>
 __global__ void add_rectangles(__grid_constant__ rectangle_list const all,
                                __grid_constant__ rectangle_buffers const buffers) {
-    static_assert(rectangle::piece_bytes % sizeof(T) == 0,
-                  "cpx: elements that are added have another size than 1 to 6, "
-                  "8, 10, 12, 15, 16 or some more bytes");
-    detail::for_each_slice(all, [&](rectangle const& r) {
+    detail::for_each_slice<sizeof(T)>(all, [&](rectangle const& r) {
         std::uint32_t const per_row = static_cast<std::uint32_t>(r.bytes) / sizeof(T);
         std::uint32_t const total = per_row * static_cast<std::uint32_t>(r.rows);
         for (std::uint32_t u = threadIdx.x; u < total; u += blockDim.x) {

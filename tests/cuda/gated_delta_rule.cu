@@ -553,13 +553,14 @@ TEST_SUITE("cuda") {
         }
     }
 
-    TEST_CASE("what segments make of states and of their gradients has the same bits at every run") {
+    TEST_CASE("what segments make of states and of their gradients has the same bits at every run, and alone") {
         if (!has_gpus()) return;
         using T = __nv_bfloat16;
-        for (index_t const heads : {4, 80}) { // by a block a half of a head, and a head
+        for (index_t const heads : {4, 32, 80}) { // by a block a half of a head, and a head: back of 80, forward of 32
             CAPTURE(heads);
             auto p = make<T>({575, 1250}, 2, heads / 2, 128, 128, kind::no_decay, 37);
             p.first = {1250, 600};
+            p.shape.stretch = heads == 32 ? 4 : 0;
             gpu::stream const stream;
             device_problem<T> const there{p};
             auto in = there.erasing();
@@ -584,6 +585,17 @@ TEST_SUITE("cuda") {
                 for (std::size_t j = 0; j < first.size(); ++j) others += !on_ranks::same_bits(next[j], first[j]);
             }
             CHECK(others == 0);
+            // and those of the second sequence alone, for which a block has half a head of 32, too
+            std::vector<index_t> const rows{575, 1825}, tokens{600};
+            buffer<index_t> const begins{std::span<index_t const>(rows)}, before{std::span<index_t const>(tokens)};
+            in.offsets = all(begins), in.first = all(before), in.counts = {};
+            CHECK(gpu::gated_delta_rule_fold<T>(p.shape, in, all(maps).subspan(0, states / 2),
+                                                all(ends).subspan(0, states / 2), all(space), stream) == core_path());
+            stream.synchronize();
+            auto const m = widen(maps.read()), e = widen(ends.read());
+            auto const of_second = [&](numbers const& x) { return std::span(x).subspan(states / 2); };
+            CHECK(std::ranges::equal(std::span(m).first(states / 2), of_second(first[0])));
+            CHECK(std::ranges::equal(std::span(e).first(states / 2), of_second(first[1])));
         }
     }
 

@@ -140,6 +140,9 @@ TEST_CASE("halos, carries and relayouts that ranks store where their peers unpac
             for (index_t k = 0; k < std::ssize(steps); ++k) check("steps", steps, k, nullptr, 2);
             auto const replicas = cpx::relayout(zigzag, cpx::replicated<>(ranks, batch), rank);
             check("sum", {replicas.transposed()}, 0, nullptr, width);
+            auto const few = support::lengths({5, 0, 2});
+            auto const wide = cpx::relayout(cpx::shard(few, cpx::zigzag<>(ranks)), cpx::replicated<>(ranks, few), rank);
+            if (round % 5 == 0) check("sum of rows of two slices", {wide.transposed()}, 0, nullptr, 8192 + width);
             auto const move = cpx::relayout(zigzag, cpx::shard(batch, cpx::sequential<>(ranks)), rank);
             cpx::plan const other = move.transposed();
             check("relayout", {move}, 0, nullptr, width);

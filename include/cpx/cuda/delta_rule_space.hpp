@@ -6,8 +6,6 @@
 #include <cpx/cuda/delta_rule_arguments.hpp>
 #include <cpx/cuda/launch.hpp>
 
-#include <algorithm>
-
 namespace cpx::cuda::detail {
 
 /// The order of a forward: outputs beside states; states first, for others wait for those after sequences; or first
@@ -39,12 +37,9 @@ bool has_delta_hopper() {
     return code.numRegs > 64;
 }
 
-/// Returns how sequences are cut by scan: on every GPU alike, for bits depend on it. Of many heads stretches are
-/// longer: there are blocks enough, and each stretch has a step of the state to be read.
-inline kernels::delta_cut delta_scan_cut(gated_delta_rule_shape const& shape, index_t tokens) {
-    if (shape.stretch > 0) return {static_cast<int>(shape.stretch)};
-    index_t const chains = tokens / kernels::delta_chunk * shape.value_heads;
-    return {static_cast<int>(std::clamp<index_t>(chains / 256 / 16 * 16, 32, 128))};
+/// Returns how sequences are cut by scan: always alike, so that the bits are those of every GPU.
+inline kernels::delta_cut delta_scan_cut(gated_delta_rule_shape const& shape) {
+    return {shape.stretch > 0 ? static_cast<int>(shape.stretch) : 32};
 }
 
 /// Returns how sequences are cut: not at all, if they and heads alone keep the multiprocessors busy; else into
@@ -53,7 +48,7 @@ inline kernels::delta_cut delta_scan_cut(gated_delta_rule_shape const& shape, in
 template <bool Erases>
 kernels::delta_cut delta_cut_of(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences,
                                 delta_order order) {
-    if (shape.scan || order == delta_order::steps_first) return delta_scan_cut(shape, tokens);
+    if (shape.scan || order == delta_order::steps_first) return delta_scan_cut(shape);
     if (shape.stretch > 0) return {static_cast<int>(shape.stretch)};
     int const all = multiprocessors(), heads = static_cast<int>(shape.value_heads);
     if (sequences == 0 || fills_multiprocessors(sequences * heads)) return {kernels::delta_uncut};
@@ -134,9 +129,8 @@ template <bool Erases, class T>
 delta_space delta_fold_space(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences,
                              bool back = false) {
     bool const hopper = has_delta_hopper<Erases, T>(shape, tokens);
-    auto space =
-        delta_plan_space(shape, tokens, sequences,
-                         hopper && !back ? delta_scan_cut(shape, tokens) : kernels::delta_cut{kernels::delta_uncut});
+    auto space = delta_plan_space(shape, tokens, sequences,
+                                  hopper && !back ? delta_scan_cut(shape) : kernels::delta_cut{kernels::delta_uncut});
     space.hopper = hopper;
     if (!hopper) return space;
     take_delta_prepared<Erases>(shape, space);

@@ -25,24 +25,28 @@ struct rectangle {
         std::int64_t const places = 16 | source | target | source_pitch | target_pitch | bytes;
         vector = static_cast<std::int16_t>(places & -places);
     }
-    static constexpr std::int32_t slice_bytes = 1 << 15;  ///< at most
-    static constexpr std::int32_t piece_bytes = 15 << 11; ///< of a row that is longer, as states are: whole elements
+    static constexpr std::int32_t slice_bytes = 1 << 15; ///< at most, and those of a part of an element
     /// Returns the rows of a slice: as many as are not more than that, or one.
     CPX_HOST_DEVICE std::int32_t slice() const {
         return bytes < slice_bytes ? slice_bytes / (bytes > 0 ? bytes : 1) : 1;
     }
-    /// Returns into how many slices a row is cut.
+    /// Returns into how many slices a row is cut that is longer, as states are.
     CPX_HOST_DEVICE std::int32_t pieces() const {
-        return bytes > slice_bytes ? (bytes + piece_bytes - 1) / piece_bytes : 1;
+        return bytes > slice_bytes ? (bytes + slice_bytes - 1) / slice_bytes : 1;
     }
     CPX_HOST_DEVICE std::int32_t slices() const { return (rows + slice() - 1) / slice() * pieces(); }
-    /// Makes it slice number `i` of itself.
-    CPX_HOST_DEVICE void take_slice(std::int32_t i) {
-        std::int32_t const each = slice(), cut = pieces(), row = i / cut * each, begin = i % cut * piece_bytes;
+    /// Makes it slice number `i` of itself, of whole elements of so many bytes; a copy moves bytes.
+    CPX_HOST_DEVICE void take_slice(std::int32_t i, std::int32_t element = 1) {
+        std::int32_t const each = slice(), cut = pieces(), row = i / cut * each;
+        auto const begin_of = [&](std::int32_t piece) {
+            std::int32_t const begin = (piece * slice_bytes + element - 1) / element * element;
+            return begin < bytes ? begin : bytes;
+        };
+        std::int32_t const begin = begin_of(i % cut);
         source += row * source_pitch + begin;
         target += row * target_pitch + begin;
         rows = each < rows - row ? each : rows - row;
-        if (cut > 1) bytes = piece_bytes < bytes - begin ? piece_bytes : bytes - begin;
+        if (cut > 1) bytes = begin_of(i % cut + 1) - begin;
     }
 };
 
