@@ -48,6 +48,18 @@ static __global__ void __launch_bounds__(256, 2)
     int const thread = static_cast<int>(threadIdx.x), keys = thread % 32 * 4, values = thread / 32 * 8;
     std::int64_t const step = std::int64_t{sequence.first_stretch + stretch.number} * heads + head;
     auto const place = in.state_of(sequence.first_stretch + stretch.number, head);
+    float const* const from = in.initial ? in.initial + in.given_of(stretch.sequence, head) : nullptr;
+    bool const vectors = in.dims.key == 128 && in.dims.value == 128 && reinterpret_cast<std::uintptr_t>(from) % 16 == 0;
+    if (from && vectors) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            int const row = i * 16 + thread / 16, column = thread % 16 * 4;
+            cute::SM80_CP_ASYNC_CACHEGLOBAL<float4>::copy(
+                *reinterpret_cast<float4 const*>(from + row * 128 + 64 * half + column),
+                *reinterpret_cast<float4*>(&memory.state[row][column]));
+        }
+        cute::cp_async_fence();
+    }
     constexpr int batches = 4, rows = 128 / batches; // of the map
     if (Erases && in.initial)
 #pragma unroll
@@ -68,10 +80,9 @@ static __global__ void __launch_bounds__(256, 2)
                                                                    (64 * half + values + v) * 128 + keys));
         sum[v][0] = four.x, sum[v][1] = four.y, sum[v][2] = four.z, sum[v][3] = four.w;
     }
-    if (in.initial) {
-        float const* const from = in.initial + in.given_of(stretch.sequence, head);
+    if (from) {
 #pragma unroll 8
-        for (int i = thread; i < 128 * 64; i += 256)
+        for (int i = thread; i < 128 * 64 && !vectors; i += 256)
             memory.state[i / 64][i % 64] = in.dims.read(from, i / 64, 64 * half + i % 64);
         auto const add = [&](int row, float const(&map)[4], int first, int last) {
             float4 const a = *reinterpret_cast<float4 const*>(&memory.state[row][values]);
@@ -97,6 +108,7 @@ static __global__ void __launch_bounds__(256, 2)
                 (multiply(std::integral_constant<int, static_cast<int>(B)>()), ...);
             }(std::make_index_sequence<batches>());
         } else {
+            cute::cp_async_wait<0>();
             __syncthreads();
             float const map = steps.maps[step];
 #pragma unroll
@@ -109,14 +121,28 @@ static __global__ void __launch_bounds__(256, 2)
 #pragma unroll
             for (int v = 0; v < 8; ++v) last.put(keys + k, 64 * half + values + v, sum[v][k]);
     } else {
-        float* const to =
-            in.snapshots + in.half_of(sequence.first_stretch + stretch.number + 1, head, 0) * snapshot_words;
+        // By way of shared memory, or a warp would write to 32 places. 8 key channels are a row there, and are apart by
+        // 16 bytes more, as banks are.
+        constexpr int row = 8 * 64, padded = row + 4;
+        float* const words = &memory.map[0][0];
+        __syncthreads(); // all have read the map
 #pragma unroll
         for (int v = 0; v < 8; ++v)
 #pragma unroll
-            for (int k = 0; k < 4; k += 2)
-                *reinterpret_cast<float2*>(to + place_of_word(64 * half + values + v, keys + k)) =
+            for (int k = 0; k < 4; k += 2) {
+                int const place = place_of_word(values + v, keys + k);
+                *reinterpret_cast<float2*>(words + place / row * padded + place % row) =
                     make_float2(sum[v][k], sum[v][k + 1]);
+            }
+        __syncthreads();
+        float* const to =
+            in.snapshots + in.half_of(sequence.first_stretch + stretch.number + 1, head, half) * snapshot_words;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            int const place = (i * 256 + thread) * 4;
+            *reinterpret_cast<float4*>(to + place) =
+                *reinterpret_cast<float4 const*>(words + place / row * padded + place % row);
+        }
     }
     if constexpr (!Erases)
         if (totals.maps && at_end && half == 0 && thread == 0)

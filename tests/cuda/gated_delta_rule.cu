@@ -640,6 +640,43 @@ TEST_SUITE("cuda") {
             }
     }
 
+    TEST_CASE(
+        "states that steps along segments make of those before, and outputs after these, are near those of one call") {
+        if (!has_gpus()) return;
+        using T = __nv_bfloat16;
+        using order = gpu::detail::delta_order;
+        for (head_dims const dim : core_dims)
+            for (index_t const shifted : {0, 1}) { // states by 16 bytes, and not
+                CAPTURE(dim.value);
+                CAPTURE(shifted);
+                auto p = make<T>({2000, 5000, 0, 40}, 2, 16, dim.key, dim.value, kind::no_decay, 38);
+                p.first = {5, 3000, 5, 60};
+                auto const together = on_gpu<T>(p, false);
+                gpu::stream const stream;
+                device_problem<T> const there{p};
+                auto in = there.erasing();
+                auto const o = poisoned<T>(p.v.size());
+                auto const last = poisoned<float>(p.state.size()), given = poisoned<float>(p.state.size() + 1);
+                rows<T> const values(o.data(), p.rows(), p.values());
+                auto const space = gpu::detail::delta_forward_space<true, T>(p.shape, p.rows(), p.sequences(), false,
+                                                                             order::steps_first);
+                if (!space.hopper) continue; // the plain path has no parts
+                buffer<char> const workspace(space.bytes);
+                gpu::detail::delta_call<true, T> const call{p.shape,          in,     space,
+                                                            workspace.data(), stream, cpx::caller::here()};
+                gpu::check(cudaMemcpyAsync(given.data() + shifted, in.state.data(), in.state.size_bytes(),
+                                           cudaMemcpyDeviceToDevice, stream),
+                           "cudaMemcpyAsync");
+                in.state = {}; // they come later
+                gpu::detail::launch_delta_hopper_begin(call, order::steps_first, false);
+                in.state = {given.data() + shifted, p.state.size()};
+                gpu::detail::launch_delta_hopper_states(call, order::steps_first, all(last), values);
+                gpu::detail::launch_delta_hopper_outputs(call, order::steps_first, values);
+                check_close("o", widen(o.read()), together.o, 6e-3);
+                check_close("last", widen(last.read()), together.last, 6e-3);
+            }
+    }
+
     TEST_CASE("gradients of states that are made before the others, and these, have the bits of one call") {
         if (!has_gpus()) return;
         using T = __nv_bfloat16;
