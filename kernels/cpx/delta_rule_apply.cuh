@@ -61,7 +61,7 @@ static __global__ void __launch_bounds__(256, 2)
         cute::cp_async_fence();
     }
     constexpr int batches = 4, rows = 128 / batches; // of the map
-    if (Erases && in.initial)
+    if (Erases && from)
 #pragma unroll
         for (int b = 0; b < batches; ++b) {
 #pragma unroll

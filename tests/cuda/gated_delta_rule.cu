@@ -660,6 +660,7 @@ TEST_SUITE("cuda") {
                 rows<T> const values(o.data(), p.rows(), p.values());
                 auto const space = gpu::detail::delta_forward_space<true, T>(p.shape, p.rows(), p.sequences(), false,
                                                                              order::steps_first);
+                REQUIRE(space.hopper == (core_path() == delta_rule_path::tensor_cores));
                 if (!space.hopper) continue; // the plain path has no parts
                 buffer<char> const workspace(space.bytes);
                 gpu::detail::delta_call<true, T> const call{p.shape,          in,     space,
