@@ -148,9 +148,17 @@ __device__ __forceinline__ int delta_sequence_of(delta_plan const& plan, int chu
     return last_at_or_before(chunk, plan.count, [&](int s) { return plan.sequences[s].first_chunk; });
 }
 
+/// Where segments lie, as a call is given it: at `offsets`; `first`: the tokens of their sequences that they begin
+/// with, null for 0; `counts`: their rows, null: up to the next segment.
+struct delta_segments {
+    static constexpr int few = 32; ///< that a warp looks at together
+
+    std::int64_t const *offsets, *first, *counts;
+};
+
 /// Returns a segment's rows and chunks.
-__device__ __forceinline__ delta_sequence delta_rows_of(std::int64_t const* offsets, std::int64_t const* first,
-                                                        std::int64_t const* counts, int s) {
+__device__ __forceinline__ delta_sequence delta_rows_of(delta_segments const& of, int s) {
+    auto const& [offsets, first, counts] = of;
     delta_sequence sequence{};
     sequence.begin = static_cast<int>(offsets[s]);
     sequence.end = static_cast<int>(counts ? offsets[s] + counts[s] : offsets[s + 1]);
@@ -160,13 +168,34 @@ __device__ __forceinline__ delta_sequence delta_rows_of(std::int64_t const* offs
     return sequence;
 }
 
+/// Returns the sequence of a chunk before the plan is there, by a warp, of `delta_segments::few` at most, but for its
+/// stretches; without chunks, if there is no such chunk. What the plan's kernel traps at has none.
+__device__ __forceinline__ delta_sequence delta_sequence_at(delta_segments const& of, delta_plan const& plan,
+                                                            int chunk) {
+    int const lane = static_cast<int>(threadIdx.x) % 32;
+    delta_sequence own{};
+    if (lane < plan.count) own = delta_rows_of(of, lane);
+    if (own.begin < 0 || own.end > plan.rows) own = {};
+    int end = own.chunks;
+    for (int apart = 1; apart < 32; apart *= 2) {
+        int const others = __shfl_up_sync(~0u, end, apart);
+        if (lane >= apart) end += others;
+    }
+    own.first_chunk = end - own.chunks;
+    int const before = __popc(__ballot_sync(~0u, end <= chunk)); // as many end before it
+    delta_sequence found{};
+    for (int delta_sequence::*const of_it : {&delta_sequence::begin, &delta_sequence::end, &delta_sequence::origin,
+                                             &delta_sequence::chunks, &delta_sequence::first_chunk})
+        found.*of_it = __shfl_sync(~0u, own.*of_it, min(before, 31));
+    return before < plan.count ? found : delta_sequence{};
+}
+
 /// What all segments make of the cut, by a warp.
-__device__ __forceinline__ delta_cut::shares delta_shares_of(std::int64_t const* offsets, std::int64_t const* first,
-                                                             std::int64_t const* counts, delta_plan const& plan) {
+__device__ __forceinline__ delta_cut::shares delta_shares_of(delta_segments const& of, delta_plan const& plan) {
     if (plan.cut.multiprocessors == 0) return {};
     int all = 0, longest = 0;
     for (int s = static_cast<int>(threadIdx.x) % 32; s < plan.count; s += 32) {
-        int const chunks = delta_rows_of(offsets, first, counts, s).chunks;
+        int const chunks = delta_rows_of(of, s).chunks;
         all += chunks, longest = max(longest, chunks);
     }
     for (int apart = 1; apart < 32; apart *= 2) {
@@ -176,26 +205,25 @@ __device__ __forceinline__ delta_cut::shares delta_shares_of(std::int64_t const*
     return plan.cut.share(all, longest);
 }
 
-/// Writes the plan of segments at `offsets`; `first`: the tokens of their sequences that they begin with, null for 0;
-/// `counts`: their rows, null: up to the next segment. One block.
-static __global__ void __launch_bounds__(1024, 1)
-    delta_rule_plan(std::int64_t const* offsets, std::int64_t const* first, std::int64_t const* counts,
-                    delta_plan plan) {
+/// Writes the plan of segments. One block. What came before has ended when the next kernel comes, early: that may read
+/// what a call is given before it waits for the plan.
+static __global__ void __launch_bounds__(1024, 1) delta_rule_plan(delta_segments of, delta_plan plan) {
     wait_for_previous_kernel();
     let_next_kernel_come();
     int const thread = static_cast<int>(threadIdx.x);
     __shared__ delta_cut::shares shares;
     if (thread < 32) {
         int chunks = 0, stretches = 0;
-        delta_cut::shares const own = delta_shares_of(offsets, first, counts, plan);
+        delta_cut::shares const own = delta_shares_of(of, plan);
         if (thread == 0) shares = own;
         for (int s0 = 0; s0 < plan.count; s0 += 32) {
             int const s = s0 + thread;
             delta_sequence sequence{};
             if (s < plan.count) {
+                auto const& [offsets, first, counts] = of;
                 std::int64_t const end = counts ? offsets[s] + counts[s] : offsets[s + 1];
                 if (offsets[s] < 0 || end > plan.rows || (first && first[s] < 0)) __trap();
-                sequence = delta_rows_of(offsets, first, counts, s);
+                sequence = delta_rows_of(of, s);
                 sequence.stretches = plan.cut.stretches(own, sequence.chunks);
             }
             int chunks_before = sequence.chunks, stretches_before = sequence.stretches;

@@ -90,7 +90,7 @@ __device__ __forceinline__ void multiply_keys_by_keys(char const (&keys)[N][2 * 
     }
 }
 
-/// Inverts a 8 x 8 block on the diagonal of I + L, one row a lane; `row`: L's, in __half. Returns the inverse's row.
+/// Inverts a 8 x 8 block on the diagonal of I + L, one row a lane; `row`: -L's, in __half. Returns the inverse's row.
 __device__ __forceinline__ void invert_row(uint4 const& row, float (&x)[8]) {
     __half2 const* const halves = reinterpret_cast<__half2 const*>(&row);
     int const own = threadIdx.x % 8;
@@ -100,27 +100,28 @@ __device__ __forceinline__ void invert_row(uint4 const& row, float (&x)[8]) {
     for (int k = 0; k < 7; ++k) {
         float const factor = own > k ? (k % 2 ? __high2float(halves[k / 2]) : __low2float(halves[k / 2])) : 0.0f;
 #pragma unroll
-        for (int c = 0; c <= k; ++c) x[c] = fmaf(-factor, __shfl_sync(~0u, x[c], k, 8), x[c]);
+        for (int c = 0; c <= k; ++c) x[c] = fmaf(factor, __shfl_sync(~0u, x[c], k, 8), x[c]);
     }
 }
 
-/// Loads 16 x 16 of L = strictly lower(diag(b) K K^T), which is a right operand of L^T.
-__device__ __forceinline__ void load_lower(uint4 const (*products)[32], float const* beta, int i, int j,
+/// -beta, twice, of the two rows of each 16 of which a lane has words of products.
+using lower_rows = __half2[4][2];
+
+/// Loads 16 x 16 of -L, L = strictly lower(diag(b) K K^T), which is a right operand of L^T.
+__device__ __forceinline__ void load_lower(uint4 const (*products)[32], lower_rows const& beta, int i, int j,
                                            std::uint32_t (&l)[4]) {
-    int const lane = threadIdx.x % 32;
-    uint4 const words = products[lower_block(i, j)][lane];
-    float const b[2] = {beta[16 * i + lane / 4], beta[16 * i + lane / 4 + 8]};
-    auto const scaled = [&](std::uint32_t word, float by) {
-        float2 const two = __half22float2(reinterpret_cast<__half2 const&>(word));
-        return two_halves(by * two.x, by * two.y);
+    uint4 const words = products[lower_block(i, j)][threadIdx.x % 32];
+    auto const scaled = [&](std::uint32_t word, __half2 by) {
+        __half2 const two = __hmul2(by, reinterpret_cast<__half2 const&>(word));
+        return reinterpret_cast<std::uint32_t const&>(two);
     };
-    l[0] = scaled(words.x, b[0]), l[1] = scaled(words.y, b[1]);
-    l[2] = scaled(words.z, b[0]), l[3] = scaled(words.w, b[1]);
+    l[0] = scaled(words.x, beta[i][0]), l[1] = scaled(words.y, beta[i][1]);
+    l[2] = scaled(words.z, beta[i][0]), l[3] = scaled(words.w, beta[i][1]);
 }
 
 /// Inverts the 8 x 8 blocks on the diagonal of I + L, and writes them to `blocks` and the triangle: a lane has a row of
 /// two. `below`: of the 16 x 16 on the diagonal what is below these blocks.
-__device__ __forceinline__ void invert_blocks(uint4 const (*products)[32], float const* beta, __half (*blocks)[8],
+__device__ __forceinline__ void invert_blocks(uint4 const (*products)[32], lower_rows const& beta, __half (*blocks)[8],
                                               char* triangle, std::uint32_t (&below)[4]) {
     int const lane = threadIdx.x % 32;
     std::uint32_t const before =
@@ -158,7 +159,10 @@ __device__ __forceinline__ void write_inverse(uint4 const (*products)[32], float
                                               char* triangle) {
     int const lane = threadIdx.x % 32;
     std::uint32_t below[4]; // of a block on the diagonal the 8 x 8 below it
-    invert_blocks(products, beta, blocks, triangle, below);
+    lower_rows rows;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) rows[i / 2][i % 2] = __float2half2_rn(-beta[8 * i + lane / 4]);
+    invert_blocks(products, rows, blocks, triangle, below);
     std::uint32_t diagonal[8], transposed[10][4], corner[4], stored[4];
 #pragma unroll
     for (int t = 0; t < 2; ++t) {
@@ -180,8 +184,8 @@ __device__ __forceinline__ void write_inverse(uint4 const (*products)[32], float
         float first[4] = {}, second[4] = {};
         add_product(first, inverse[0], 0, below[i]);
         add_product(second, two_halves(first[0], first[1]), 0, diagonal[2 * i + 1]);
-        inverse[2] = two_halves(-second[0], -second[1]);
-        stored[i] = two_bf16(-second[0], -second[1]);
+        inverse[2] = two_halves(second[0], second[1]);
+        stored[i] = two_bf16(second[0], second[1]);
         cute::SM75_U32x1_MOVM_T::copy(inverse[2], corner[i]);
     }
     auto const store = [&](std::uint32_t const(&words)[4], int row, int column) {
@@ -196,7 +200,7 @@ __device__ __forceinline__ void write_inverse(uint4 const (*products)[32], float
     for (int i = 1; i < 4; ++i) {
         std::uint32_t l[3][4];
 #pragma unroll
-        for (int k = 0; k < i; ++k) load_lower(products, beta, i, k, l[k]);
+        for (int k = 0; k < i; ++k) load_lower(products, rows, i, k, l[k]);
 #pragma unroll
         for (int j = 0; j < i; ++j) {
             float sum[2][4] = {}, result[2][4] = {};
@@ -211,13 +215,25 @@ __device__ __forceinline__ void write_inverse(uint4 const (*products)[32], float
             add_product(result[1], left, corner[i], diagonal[2 * i + 1]);
 #pragma unroll
             for (int w = 0; w < 4; ++w) {
-                float const low = -result[w / 2][w % 2 * 2], high = -result[w / 2][w % 2 * 2 + 1];
+                float const low = result[w / 2][w % 2 * 2], high = result[w / 2][w % 2 * 2 + 1];
                 transposed[lower_block(i, j)][w] = two_halves(low, high);
                 stored[w] = two_bf16(low, high);
             }
             store(stored, 2 * i + lane / 16, 2 * j + lane / 8 % 2);
         }
     }
+}
+
+/// Zeroes the 8 x 8 blocks above those on the diagonal that memory has, by a warp: six in each 32 x 32 on the diagonal.
+__device__ __forceinline__ void clear_above(char* triangle) {
+    int const lane = threadIdx.x % 32;
+#pragma unroll
+    for (int t = 0; t < 3; ++t) { // of these six rows 0, 0, 0, 1, 1, 2 and columns 1, 2, 3, 2, 3, 3
+        int const block = 4 * t + lane / 8, square = block / 6, of = 4 * (block % 6);
+        int const row = 4 * square + (0x211000 >> of & 3), column = 4 * square + (0x332321 >> of & 3);
+        *reinterpret_cast<uint4*>(triangle + in_triangle(8 * row + lane % 8, column)) = make_uint4(0, 0, 0, 0);
+    }
+    __syncwarp();
 }
 
 /// Computes the gates of a chunk by a warp, two tokens a lane, of its g and beta.
@@ -259,6 +275,7 @@ __device__ __forceinline__ void compute_gates(float const* g, float const* beta,
 
 /// Inputs of `delta_rule_prep`; keys: (tokens, key heads, key channels) bfloat16, of norm at most 1, in panels.
 struct delta_prep_input {
+    delta_segments segments;
     delta_plan plan;
     delta_rows<float const> g, beta; ///< (tokens, value heads); no beta where nothing is erased
     int key_heads, group;            ///< value heads a key head
@@ -309,12 +326,16 @@ static __global__ void __launch_bounds__(128, 5)
         cutlass::arch::fence_barrier_init();
     }
     __syncwarp(); // for racecheck, which does not know that it is one thread that uses it first
-    wait_for_previous_kernel();
+    // Of few sequences the plan is not waited for, but by one block: who waits for this kernel waits for the plan, too.
+    bool const planned = in.plan.count > delta_segments::few;
+    if (planned || blockIdx.x == 0) wait_for_previous_kernel();
     int const blocks = delta_prep_blocks(in.key_heads, in.group), pairs = (in.group + 1) / 2;
     int const chunk = static_cast<int>(blockIdx.x) / blocks, block = static_cast<int>(blockIdx.x) % blocks;
     int const first_head = block / pairs * 2, first_number = block % pairs * 2;
-    if (chunk >= in.plan.totals[0]) return;
-    delta_sequence const sequence = in.plan.sequences[delta_sequence_of(in.plan, chunk)];
+    if (planned && chunk >= in.plan.totals[0]) return;
+    delta_sequence const sequence =
+        planned ? in.plan.sequences[delta_sequence_of(in.plan, chunk)] : delta_sequence_at(in.segments, in.plan, chunk);
+    if (sequence.chunks == 0) return;
     int const begin = sequence.chunk_begin(chunk - sequence.first_chunk);
     int const n = sequence.chunk_end(chunk - sequence.first_chunk) - begin;
     if (Erases && threadIdx.x == 0) { // of a head that there is not zeros come
@@ -341,10 +362,7 @@ static __global__ void __launch_bounds__(128, 5)
     char* const triangle = memory.keys[tile] + warp % 2 * panel_bytes;
     // 8 x 8 blocks on the diagonal: where the triangle has the zeros that memory leaves out
     auto* const squares = reinterpret_cast<__half(*)[8]>(triangle + half_panel);
-    for (int i = lane; i < 512; i += 32)
-        if (i % 8 > i / 64 && (i % 8 < 4 || i / 8 >= 32))
-            *reinterpret_cast<uint4*>(triangle + in_triangle(i / 8, i % 8)) = make_uint4(0, 0, 0, 0);
-    __syncwarp();
+    clear_above(triangle);
     write_inverse(memory.products[tile], memory.beta[warp], squares, triangle);
     cutlass::arch::fence_view_async_shared();
     __syncwarp();

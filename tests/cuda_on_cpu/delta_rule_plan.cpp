@@ -20,6 +20,7 @@ struct planned {
     std::vector<kernels::delta_sequence> sequences;
     std::vector<kernels::delta_stretch> stretches;
     std::vector<int> flags;
+    std::vector<std::int64_t> offsets{0};
     int totals[3] = {-1, -1, -1};
     kernels::delta_plan plan{};
 
@@ -27,7 +28,6 @@ struct planned {
     planned(kernels::delta_cut const& cut, std::vector<std::int64_t> const& tokens, std::int64_t missing = 0,
             std::vector<std::int64_t> const& counts = {})
         : sequences(tokens.size()) {
-        std::vector<std::int64_t> offsets{0};
         for (std::int64_t const n : tokens) offsets.push_back(offsets.back() + n);
         auto const count = static_cast<std::int64_t>(tokens.size());
         // a launch's room, which knows no lengths: `cuda::detail::delta_plan_space`
@@ -45,7 +45,19 @@ struct planned {
                 chunks,
                 static_cast<std::int64_t>(stretches.size())};
         std::int64_t const* const given = counts.empty() ? nullptr : counts.data();
-        gpu::now().launch({1, 1}, {1024, 1}, [&] { kernels::delta_rule_plan(offsets.data(), nullptr, given, plan); });
+        segments = {offsets.data(), nullptr, given};
+        gpu::now().launch({1, 1}, {1024, 1}, [&] { kernels::delta_rule_plan(segments, plan); });
+    }
+    kernels::delta_segments segments{};
+
+    /// Returns the sequence of a chunk, found without the plan.
+    kernels::delta_sequence at(int chunk) const {
+        kernels::delta_sequence found{};
+        gpu::now().launch({1, 1}, {32, 1}, [&] {
+            auto const own = kernels::delta_sequence_at(segments, plan, chunk);
+            if (threadIdx.x == 31) found = own;
+        });
+        return found;
     }
 };
 
@@ -66,6 +78,12 @@ void check(kernels::delta_cut const& cut, std::vector<std::int64_t> const& token
         CHECK(sequence.chunks == (tokens[s] + 63) / 64);
         CHECK(sequence.first_chunk == chunks);
         CHECK(sequence.first_stretch == stretches);
+        for (int const chunk : {chunks, chunks + sequence.chunks - 1})
+            if (sequence.chunks > 0) {
+                auto found = p.at(chunk);
+                found.stretches = sequence.stretches, found.first_stretch = sequence.first_stretch;
+                CHECK((found == sequence));
+            }
         chunks += sequence.chunks, stretches += sequence.stretches;
         std::vector<int> numbers;
         bool has_last = false;
@@ -99,6 +117,7 @@ void check(kernels::delta_cut const& cut, std::vector<std::int64_t> const& token
     CHECK(p.totals[0] == chunks);
     CHECK(p.totals[1] == stretches);
     CHECK(p.totals[2] == 0);
+    CHECK(p.at(chunks).chunks == 0);
     for (std::size_t i = static_cast<std::size_t>(stretches); i < p.stretches.size(); ++i)
         CHECK(p.stretches[i].sequence == -1);
 }
@@ -125,6 +144,22 @@ TEST_SUITE("cuda_on_cpu") {
         CHECK_THROWS_AS(planned(cut, {64, -65}), std::logic_error);                        // before the first
         std::vector<std::int64_t> const all(4, 64 * 100);                                  // that overlap
         CHECK_THROWS_AS(planned(cut, {0, 0, 0, 64 * 100}, 0, all), std::logic_error);
+    }
+
+    TEST_CASE("a sequence beyond the rows has no chunk that is found without the plan") {
+        planned p({16}, {64 * 3, 64 * 2});
+        CHECK(p.at(4).chunks == 2);
+        p.plan.rows -= 1;
+        CHECK(p.at(2).chunks == 3);
+        CHECK(p.at(3).chunks == 0);
+        p.offsets[0] = -1;
+        CHECK(p.at(0).chunks == 0);
+    }
+
+    TEST_CASE("as many sequences as a warp looks at together, some of them empty, are found without the plan") {
+        std::vector<std::int64_t> tokens;
+        for (int s = 0; s < kernels::delta_segments::few; ++s) tokens.push_back(s % 3 == 1 ? 0 : 37 * s + 1);
+        check({16}, tokens);
     }
 
     TEST_CASE("the last stretch of a sequence is as long as it can be, and comes shortly before the state does") {

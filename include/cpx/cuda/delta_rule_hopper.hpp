@@ -86,13 +86,13 @@ template <bool Erases, class T>
 void launch_delta_prepared(delta_call<Erases, T> const& of, kernels::delta_walk const& walk, bool made = false) {
     of.make_plan();
     if (made) return;
-    launch_hopper(
-        of, "delta_rule_prep", kernels::delta_rule_prep<Erases>,
-        of.space.chunks * kernels::delta_prep_blocks(walk.key_heads, walk.group), 128,
-        Erases ? sizeof(kernels::delta::prep_memory) : sizeof(kernels::delta::prep_gates),
-        panels_of(of.in.k, of.shape.key_dim, of.here),
-        kernels::delta_prep_input{walk.plan, delta_view(of.in.g), delta_view(of.in.beta), walk.key_heads, walk.group},
-        walk.prepared);
+    launch_hopper(of, "delta_rule_prep", kernels::delta_rule_prep<Erases>,
+                  of.space.chunks * kernels::delta_prep_blocks(walk.key_heads, walk.group), 128,
+                  Erases ? sizeof(kernels::delta::prep_memory) : sizeof(kernels::delta::prep_gates),
+                  panels_of(of.in.k, of.shape.key_dim, of.here),
+                  kernels::delta_prep_input{of.segments(), walk.plan, delta_view(of.in.g), delta_view(of.in.beta),
+                                            walk.key_heads, walk.group},
+                  walk.prepared);
 }
 
 template <bool Erases, class T>

@@ -48,10 +48,12 @@ struct delta_call {
                 delta_scale_of(shape),
                 Erases};
     }
-    void make_plan() const {
+    kernels::delta_segments segments() const {
         auto const list = [](std::span<index_t const> numbers) { return numbers.empty() ? nullptr : numbers.data(); };
-        launch_early(kernels::delta_rule_plan, 1, 1024, 0, stream, "delta_rule_plan", here, in.offsets.data(),
-                     list(in.first), list(in.counts), plan());
+        return {in.offsets.data(), list(in.first), list(in.counts)};
+    }
+    void make_plan() const {
+        launch_early(kernels::delta_rule_plan, 1, 1024, 0, stream, "delta_rule_plan", here, segments(), plan());
     }
     /// Launches a kernel of the plain path, with `more` blocks for other columns than those of values.
     template <class... P>
