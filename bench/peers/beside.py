@@ -62,7 +62,7 @@ def load(program, functions):
 
 def median_ms(functions, calls, rounds):
     """Returns the milliseconds that a call of each takes on the GPU, one after the other in every round, of which the
-    first does not count: medians of rounds between two events. As in training the host is ahead: the GPU is kept waiting
+    first does not count: medians of rounds between two events. As in training the host is ahead: the GPU is kept busy
     until a round's calls are queued, or it would wait for the first of them."""
     import torch
 
