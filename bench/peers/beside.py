@@ -62,17 +62,17 @@ def load(program, functions):
 
 def median_ms(functions, calls, rounds):
     """Returns the milliseconds that a call of each takes on the GPU, one after the other in every round, of which the
-    first does not count: medians of rounds between two events. As in training the host is ahead: the GPU is kept busy
-    until a round's calls are queued, or it would wait for the first of them."""
+    first does not count: medians of rounds between two events. As many calls again come before the first event, for the
+    host to be ahead and the GPU at work, as in training."""
     import torch
 
     times = [[] for _ in functions]
     for number in range(rounds + 1):
         for function, of in zip(functions, times):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(20_000_000)  # clocks: some 10 ms
-            begin.record()
-            for _ in range(calls):
+            for call in range(2 * calls):
+                if call == calls:
+                    begin.record()
                 function()
             end.record()
             end.synchronize()

@@ -7,6 +7,7 @@
 #include <cpx/previous_kernel.cuh>
 
 #include <cstdint>
+#include <initializer_list>
 
 namespace cpx::kernels {
 
@@ -169,7 +170,8 @@ __device__ __forceinline__ delta_sequence delta_rows_of(delta_segments const& of
 }
 
 /// Returns the sequence of a chunk before the plan is there, by a warp, of `delta_segments::few` at most, but for its
-/// stretches; without chunks, if there is no such chunk. What the plan's kernel traps at has none.
+/// stretches; without chunks, if there is no such chunk. Of a batch at which the plan's kernel traps nothing is found
+/// that has no room or no rows.
 __device__ __forceinline__ delta_sequence delta_sequence_at(delta_segments const& of, delta_plan const& plan,
                                                             int chunk) {
     int const lane = static_cast<int>(threadIdx.x) % 32;
@@ -187,7 +189,7 @@ __device__ __forceinline__ delta_sequence delta_sequence_at(delta_segments const
     for (int delta_sequence::*const of_it : {&delta_sequence::begin, &delta_sequence::end, &delta_sequence::origin,
                                              &delta_sequence::chunks, &delta_sequence::first_chunk})
         found.*of_it = __shfl_sync(~0u, own.*of_it, min(before, 31));
-    return before < plan.count ? found : delta_sequence{};
+    return before < plan.count && chunk < plan.most_chunks ? found : delta_sequence{};
 }
 
 /// What all segments make of the cut, by a warp.

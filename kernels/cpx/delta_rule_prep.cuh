@@ -104,24 +104,24 @@ __device__ __forceinline__ void invert_row(uint4 const& row, float (&x)[8]) {
     }
 }
 
-/// -beta, twice, of the two rows of each 16 of which a lane has words of products.
-using lower_rows = __half2[4][2];
-
-/// Loads 16 x 16 of -L, L = strictly lower(diag(b) K K^T), which is a right operand of L^T.
-__device__ __forceinline__ void load_lower(uint4 const (*products)[32], lower_rows const& beta, int i, int j,
+/// Loads 16 x 16 of -L, L = strictly lower(diag(b) K K^T), which is a right operand of L^T. So no product is negated
+/// when it is rounded.
+__device__ __forceinline__ void load_lower(uint4 const (*products)[32], float const* beta, int i, int j,
                                            std::uint32_t (&l)[4]) {
-    uint4 const words = products[lower_block(i, j)][threadIdx.x % 32];
-    auto const scaled = [&](std::uint32_t word, __half2 by) {
-        __half2 const two = __hmul2(by, reinterpret_cast<__half2 const&>(word));
-        return reinterpret_cast<std::uint32_t const&>(two);
+    int const lane = threadIdx.x % 32;
+    uint4 const words = products[lower_block(i, j)][lane];
+    float const b[2] = {-beta[16 * i + lane / 4], -beta[16 * i + lane / 4 + 8]};
+    auto const scaled = [&](std::uint32_t word, float by) {
+        float2 const two = __half22float2(reinterpret_cast<__half2 const&>(word));
+        return two_halves(by * two.x, by * two.y);
     };
-    l[0] = scaled(words.x, beta[i][0]), l[1] = scaled(words.y, beta[i][1]);
-    l[2] = scaled(words.z, beta[i][0]), l[3] = scaled(words.w, beta[i][1]);
+    l[0] = scaled(words.x, b[0]), l[1] = scaled(words.y, b[1]);
+    l[2] = scaled(words.z, b[0]), l[3] = scaled(words.w, b[1]);
 }
 
 /// Inverts the 8 x 8 blocks on the diagonal of I + L, and writes them to `blocks` and the triangle: a lane has a row of
-/// two. `below`: of the 16 x 16 on the diagonal what is below these blocks.
-__device__ __forceinline__ void invert_blocks(uint4 const (*products)[32], lower_rows const& beta, __half (*blocks)[8],
+/// two. `below`: of -L what is below these blocks in the 16 x 16 on the diagonal.
+__device__ __forceinline__ void invert_blocks(uint4 const (*products)[32], float const* beta, __half (*blocks)[8],
                                               char* triangle, std::uint32_t (&below)[4]) {
     int const lane = threadIdx.x % 32;
     std::uint32_t const before =
@@ -158,11 +158,8 @@ __device__ __forceinline__ void invert_blocks(uint4 const (*products)[32], lower
 __device__ __forceinline__ void write_inverse(uint4 const (*products)[32], float const* beta, __half (*blocks)[8],
                                               char* triangle) {
     int const lane = threadIdx.x % 32;
-    std::uint32_t below[4]; // of a block on the diagonal the 8 x 8 below it
-    lower_rows rows;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) rows[i / 2][i % 2] = __float2half2_rn(-beta[8 * i + lane / 4]);
-    invert_blocks(products, rows, blocks, triangle, below);
+    std::uint32_t below[4]; // of -L, of a block on the diagonal the 8 x 8 below it
+    invert_blocks(products, beta, blocks, triangle, below);
     std::uint32_t diagonal[8], transposed[10][4], corner[4], stored[4];
 #pragma unroll
     for (int t = 0; t < 2; ++t) {
@@ -200,7 +197,7 @@ __device__ __forceinline__ void write_inverse(uint4 const (*products)[32], float
     for (int i = 1; i < 4; ++i) {
         std::uint32_t l[3][4];
 #pragma unroll
-        for (int k = 0; k < i; ++k) load_lower(products, rows, i, k, l[k]);
+        for (int k = 0; k < i; ++k) load_lower(products, beta, i, k, l[k]);
 #pragma unroll
         for (int j = 0; j < i; ++j) {
             float sum[2][4] = {}, result[2][4] = {};

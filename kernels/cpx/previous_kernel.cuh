@@ -7,7 +7,8 @@
 namespace cpx::kernels {
 
 /// Waits until the kernels before this one in the stream have ended and what they wrote is seen. A kernel that
-/// `cuda::launch_early` launches says so before it touches what other kernels write.
+/// `cuda::launch_early` launches says so before it touches what other kernels write. What the kernel before it had
+/// waited for when it let this one come is there.
 ///
 /// From sm_90 on (programmatic dependent launch, CUDA C++ Programming Guide); older code begins when those have ended.
 __device__ __forceinline__ void wait_for_previous_kernel() {

@@ -20,14 +20,15 @@ struct planned {
     std::vector<kernels::delta_sequence> sequences;
     std::vector<kernels::delta_stretch> stretches;
     std::vector<int> flags;
-    std::vector<std::int64_t> offsets{0};
+    std::vector<std::int64_t> offsets{0}, counts, first;
     int totals[3] = {-1, -1, -1};
+    kernels::delta_segments segments{};
     kernels::delta_plan plan{};
 
-    /// `missing`: rows that there are less than tokens.
+    /// `missing`: rows that there are less than tokens. `counts`, `first`: empty, or as `delta_segments` has them.
     planned(kernels::delta_cut const& cut, std::vector<std::int64_t> const& tokens, std::int64_t missing = 0,
-            std::vector<std::int64_t> const& counts = {})
-        : sequences(tokens.size()) {
+            std::vector<std::int64_t> counts = {}, std::vector<std::int64_t> first = {})
+        : sequences(tokens.size()), counts(std::move(counts)), first(std::move(first)) {
         for (std::int64_t const n : tokens) offsets.push_back(offsets.back() + n);
         auto const count = static_cast<std::int64_t>(tokens.size());
         // a launch's room, which knows no lengths: `cuda::detail::delta_plan_space`
@@ -44,11 +45,10 @@ struct planned {
                 rows,
                 chunks,
                 static_cast<std::int64_t>(stretches.size())};
-        std::int64_t const* const given = counts.empty() ? nullptr : counts.data();
-        segments = {offsets.data(), nullptr, given};
+        auto const list = [](auto const& numbers) { return numbers.empty() ? nullptr : numbers.data(); };
+        segments = {offsets.data(), list(this->first), list(this->counts)};
         gpu::now().launch({1, 1}, {1024, 1}, [&] { kernels::delta_rule_plan(segments, plan); });
     }
-    kernels::delta_segments segments{};
 
     /// Returns the sequence of a chunk, found without the plan.
     kernels::delta_sequence at(int chunk) const {
@@ -146,9 +146,12 @@ TEST_SUITE("cuda_on_cpu") {
         CHECK_THROWS_AS(planned(cut, {0, 0, 0, 64 * 100}, 0, all), std::logic_error);
     }
 
-    TEST_CASE("a sequence beyond the rows has no chunk that is found without the plan") {
+    TEST_CASE("what has no rows, or no room, is not found without the plan") {
         planned p({16}, {64 * 3, 64 * 2});
         CHECK(p.at(4).chunks == 2);
+        p.plan.most_chunks = 4;
+        CHECK(p.at(3).chunks == 2);
+        CHECK(p.at(4).chunks == 0);
         p.plan.rows -= 1;
         CHECK(p.at(2).chunks == 3);
         CHECK(p.at(3).chunks == 0);
@@ -156,9 +159,23 @@ TEST_SUITE("cuda_on_cpu") {
         CHECK(p.at(0).chunks == 0);
     }
 
+    TEST_CASE("segments that begin within a chunk, and leave rows between them, are found without the plan") {
+        planned const p({16}, {64 * 3, 0, 70, 64}, 0, {100, 0, 64, 64}, {60, 5, 0, 64 * 7 + 1});
+        REQUIRE(p.totals[0] == 3 + 1 + 2);
+        for (int chunk = 0, s = 0; chunk < p.totals[0]; ++chunk) {
+            while (chunk >= p.sequences[static_cast<std::size_t>(s)].first_chunk +
+                                p.sequences[static_cast<std::size_t>(s)].chunks)
+                ++s;
+            auto const& expected = p.sequences[static_cast<std::size_t>(s)];
+            auto found = p.at(chunk);
+            found.stretches = expected.stretches, found.first_stretch = expected.first_stretch;
+            CHECK((found == expected));
+        }
+    }
+
     TEST_CASE("as many sequences as a warp looks at together, some of them empty, are found without the plan") {
         std::vector<std::int64_t> tokens;
-        for (int s = 0; s < kernels::delta_segments::few; ++s) tokens.push_back(s % 3 == 1 ? 0 : 37 * s + 1);
+        for (int s = 0; s < kernels::delta_segments::few; ++s) tokens.push_back(s % 3 == 0 ? 0 : 37 * s + 1);
         check({16}, tokens);
     }
 
