@@ -25,10 +25,10 @@ struct planned {
     kernels::delta_segments segments{};
     kernels::delta_plan plan{};
 
-    /// `missing`: rows that there are less than tokens. `counts`, `first`: empty, or as `delta_segments` has them.
+    /// `missing`: rows that there are less than tokens. `of_counts`, `of_first`: empty, or as `delta_segments` has them.
     planned(kernels::delta_cut const& cut, std::vector<std::int64_t> const& tokens, std::int64_t missing = 0,
-            std::vector<std::int64_t> counts = {}, std::vector<std::int64_t> first = {})
-        : sequences(tokens.size()), counts(std::move(counts)), first(std::move(first)) {
+            std::vector<std::int64_t> of_counts = {}, std::vector<std::int64_t> of_first = {})
+        : sequences(tokens.size()), counts(std::move(of_counts)), first(std::move(of_first)) {
         for (std::int64_t const n : tokens) offsets.push_back(offsets.back() + n);
         auto const count = static_cast<std::int64_t>(tokens.size());
         // a launch's room, which knows no lengths: `cuda::detail::delta_plan_space`
@@ -46,7 +46,7 @@ struct planned {
                 chunks,
                 static_cast<std::int64_t>(stretches.size())};
         auto const list = [](auto const& numbers) { return numbers.empty() ? nullptr : numbers.data(); };
-        segments = {offsets.data(), list(this->first), list(this->counts)};
+        segments = {offsets.data(), list(first), list(counts)};
         gpu::now().launch({1, 1}, {1024, 1}, [&] { kernels::delta_rule_plan(segments, plan); });
     }
 
