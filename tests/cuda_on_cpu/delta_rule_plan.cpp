@@ -25,7 +25,7 @@ struct planned {
     kernels::delta_segments segments{};
     kernels::delta_plan plan{};
 
-    /// `missing`: rows that there are less than tokens. `of_counts`, `of_first`: empty, or as `delta_segments` has them.
+    /// `missing`: rows that there are less than tokens. `of_counts`, `of_first`: empty, or as in `delta_segments`.
     planned(kernels::delta_cut const& cut, std::vector<std::int64_t> const& tokens, std::int64_t missing = 0,
             std::vector<std::int64_t> of_counts = {}, std::vector<std::int64_t> of_first = {})
         : sequences(tokens.size()), counts(std::move(of_counts)), first(std::move(of_first)) {
