@@ -221,15 +221,10 @@ __device__ __forceinline__ void write_inverse(uint4 const (*products)[32], float
     }
 }
 
-/// Zeroes the 8 x 8 blocks above those on the diagonal that memory has, by a warp: six in each 32 x 32 on the diagonal.
+/// Zeroes the 8 x 8 blocks above those on the diagonal that memory has, by a warp: one in each 16 x 16 on the diagonal.
 __device__ __forceinline__ void clear_above(char* triangle) {
-    int const lane = threadIdx.x % 32;
-#pragma unroll
-    for (int t = 0; t < 3; ++t) { // of these six rows 0, 0, 0, 1, 1, 2 and columns 1, 2, 3, 2, 3, 3
-        int const block = 4 * t + lane / 8, square = block / 6, of = 4 * (block % 6);
-        int const row = 4 * square + (0x211000 >> of & 3), column = 4 * square + (0x332321 >> of & 3);
-        *reinterpret_cast<uint4*>(triangle + in_triangle(8 * row + lane % 8, column)) = make_uint4(0, 0, 0, 0);
-    }
+    int const lane = threadIdx.x % 32, square = lane / 8;
+    *reinterpret_cast<uint4*>(triangle + in_triangle(16 * square + lane % 8, 2 * square + 1)) = make_uint4(0, 0, 0, 0);
     __syncwarp();
 }
 
@@ -358,15 +353,15 @@ static __global__ void __launch_bounds__(128, 5)
     if (!there) return;
     char* const triangle = memory.keys[tile] + warp % 2 * panel_bytes;
     // 8 x 8 blocks on the diagonal: where the triangle has the zeros that memory leaves out
-    auto* const squares = reinterpret_cast<__half(*)[8]>(triangle + half_panel);
+    auto* const squares = reinterpret_cast<__half(*)[8]>(triangle + 3 * strip_bytes);
     clear_above(triangle);
     write_inverse(memory.products[tile], memory.beta[warp], squares, triangle);
     cutlass::arch::fence_view_async_shared();
     __syncwarp();
     if (lane == 0) {
         char* const inverse = to.inverse + place * triangle_bytes;
-        cute::SM90_BULK_COPY_S2G::copy(triangle, inverse, half_panel);
-        cute::SM90_BULK_COPY_S2G::copy(triangle + half_panel + half_panel / 2, inverse + half_panel, half_panel / 2);
+        for_each_strip(
+            [&](int from, int at, int bytes) { cute::SM90_BULK_COPY_S2G::copy(triangle + from, inverse + at, bytes); });
         cute::tma_store_arrive();
         cute::tma_store_wait<0>();
     }

@@ -75,36 +75,50 @@ __device__ __forceinline__ std::uint64_t down_cores(void const* state) {
     return operand_at(state) | std::uint64_t{cores_bytes >> 4} << 16 | std::uint64_t{128 >> 4} << 32;
 }
 
-/// A lower triangle of 64 x 64 elements is two panels of 32 columns, side by side, of rows of 64 bytes, in the copy
-/// engine's 64-byte swizzle. In memory the zeros are left out that are the second panel's first half; in shared memory
-/// they are there from the beginning on.
-inline constexpr int half_panel = 64 * 64, triangle_bytes = half_panel + half_panel / 2;
+/// A lower triangle of 64 x 64 elements is four strips of 16 columns, side by side, of rows of 32 bytes, in the copy
+/// engine's 32-byte swizzle. In memory the zeros are left out that are a strip's rows before its first column's; in
+/// shared memory they are there from the beginning on.
+inline constexpr int strip_bytes = 64 * 32, triangle_bytes = strip_bytes * 10 / 4;
 
 /// Returns where 8 elements of a triangle in shared memory are, column c of them.
 __device__ __forceinline__ int in_triangle(int row, int column) {
-    return column / 4 * half_panel + row * 64 + ((column % 4 ^ (row >> 1 & 3)) << 4);
+    return column / 2 * strip_bytes + row * 32 + ((column % 2 ^ (row >> 2 & 1)) << 4);
 }
-/// Describes a triangle as an operand whose sum goes along its rows: step k of 16 begins `(k % 2) * 32` bytes into
-/// panel k / 2; and transposed, where step k begins 1024 k bytes into the first one.
+/// Describes a triangle as an operand whose sum goes along its rows: step k of 16 is strip k. And transposed: step k
+/// begins 512 k bytes into the first one.
 __device__ __forceinline__ std::uint64_t along_triangle(void const* triangle) {
-    return operand_at(triangle) | 1ull << 16 | 32ull << 32 | 2ull << 62;
+    return operand_at(triangle) | 1ull << 16 | 16ull << 32 | 3ull << 62;
 }
 __device__ __forceinline__ std::uint64_t down_triangle(void const* triangle) {
-    return operand_at(triangle) | std::uint64_t{half_panel >> 4} << 16 | 32ull << 32 | 2ull << 62;
+    return operand_at(triangle) | std::uint64_t{strip_bytes >> 4} << 16 | 16ull << 32 | 3ull << 62;
 }
 
+/// Calls `f(place in shared memory, place in memory, bytes)` for what memory has of each strip.
+template <class F>
+__device__ __forceinline__ void for_each_strip(F&& f) {
+    int from = 0;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+        int const skipped = j * strip_bytes / 4;
+        f(j * strip_bytes + skipped, from, strip_bytes - skipped);
+        from += strip_bytes - skipped;
+    }
+}
 /// Zeroes what memory leaves out of N triangles, by a block, before it joins its threads.
 template <std::size_t N>
 __device__ __forceinline__ void clear_triangles(char (&triangles)[N][panel_bytes]) {
-    for (int i = static_cast<int>(threadIdx.x); i < static_cast<int>(N) * 128; i += static_cast<int>(blockDim.x))
-        *reinterpret_cast<uint4*>(triangles[i / 128] + half_panel + i % 128 * 16) = make_uint4(0, 0, 0, 0);
+    for (int i = static_cast<int>(threadIdx.x); i < static_cast<int>(N) * 4 * 96; i += static_cast<int>(blockDim.x)) {
+        int const strip = i / 96 % 4, at = i % 96 * 16;
+        if (at < strip * strip_bytes / 4)
+            *reinterpret_cast<uint4*>(triangles[i / (4 * 96)] + strip * strip_bytes + at) = make_uint4(0, 0, 0, 0);
+    }
     cutlass::arch::fence_view_async_shared();
 }
 /// Copies a triangle from memory.
-__device__ __forceinline__ void load_triangle(char const* from, barrier& full, char* to) {
-    auto* const arrived = reinterpret_cast<std::uint64_t*>(&full);
-    cute::SM90_BULK_COPY_G2S::copy(from, arrived, to, half_panel);
-    cute::SM90_BULK_COPY_G2S::copy(from + half_panel, arrived, to + half_panel + half_panel / 2, half_panel / 2);
+__device__ __forceinline__ void load_triangle(char const* memory, barrier& full, char* triangle) {
+    for_each_strip([&](int to, int from, int bytes) {
+        cute::SM90_BULK_COPY_G2S::copy(memory + from, reinterpret_cast<std::uint64_t*>(&full), triangle + to, bytes);
+    });
 }
 
 /// Keeps the compiler from moving uses of accumulators across.
@@ -207,7 +221,7 @@ __device__ __forceinline__ void multiply_triangle(float (&sum)[32], std::uint32_
     std::uint64_t const right = down_triangle(b);
 #pragma unroll
     for (int k = 0; k < 4; ++k)
-        fma_registers<registers_by<Major::MN, 32>>(sum, a + 4 * k, further(right, 1024 * k),
+        fma_registers<registers_by<Major::MN, 32>>(sum, a + 4 * k, further(right, 512 * k),
                                                    add || k ? ScaleOut::One : ScaleOut::Zero,
                                                    std::make_index_sequence<32>());
 }
@@ -216,10 +230,10 @@ __device__ __forceinline__ void multiply_triangle(float (&sum)[32], std::uint32_
 template <Major A, Major B, bool LeftIsTriangle>
 __device__ __forceinline__ void multiply_squares(float (&sum)[32], char const* a, char const* b) {
     auto const along = [](char const* x, bool triangle, int k) {
-        return triangle ? further(along_triangle(x), k / 2 * half_panel + k % 2 * 32) : step_along(along_rows(x), k);
+        return triangle ? further(along_triangle(x), k * strip_bytes) : step_along(along_rows(x), k);
     };
     auto const down = [](char const* x, bool triangle, int k) {
-        return triangle ? further(down_triangle(x), 1024 * k) : step_down(down_rows(x), k);
+        return triangle ? further(down_triangle(x), 512 * k) : step_down(down_rows(x), k);
     };
 #pragma unroll
     for (int k = 0; k < 4; ++k)
@@ -308,8 +322,8 @@ __device__ __forceinline__ void load_triangle_transposed(char const* triangle, s
     char const* const from = triangle + in_triangle(lane % 8 + lane / 16 * 8, 2 * warp + lane / 8 % 2);
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-        cute::SM75_U16x8_LDSM_T::copy(*reinterpret_cast<cute::uint128_t const*>(from + 1024 * i), a[4 * i],
-                                      a[4 * i + 1], a[4 * i + 2], a[4 * i + 3]);
+        cute::SM75_U16x8_LDSM_T::copy(*reinterpret_cast<cute::uint128_t const*>(from + 512 * i), a[4 * i], a[4 * i + 1],
+                                      a[4 * i + 2], a[4 * i + 3]);
 }
 __device__ __forceinline__ void store_transposed(std::uint32_t const (&a)[16], char* panel) {
 #pragma unroll
