@@ -107,10 +107,10 @@ __device__ __forceinline__ void for_each_strip(F&& f) {
 /// Zeroes what memory leaves out of N triangles, by a block, before it joins its threads.
 template <std::size_t N>
 __device__ __forceinline__ void clear_triangles(char (&triangles)[N][panel_bytes]) {
-    for (int i = static_cast<int>(threadIdx.x); i < static_cast<int>(N) * 4 * 96; i += static_cast<int>(blockDim.x)) {
-        int const strip = i / 96 % 4, at = i % 96 * 16;
-        if (at < strip * strip_bytes / 4)
-            *reinterpret_cast<uint4*>(triangles[i / (4 * 96)] + strip * strip_bytes + at) = make_uint4(0, 0, 0, 0);
+    for (int i = static_cast<int>(threadIdx.x); i < static_cast<int>(N) * 192; i += static_cast<int>(blockDim.x)) {
+        int const number = i % 192, strip = number < 32 ? 1 : number < 96 ? 2 : 3; // of 512, 1024 and 1536 bytes
+        int const at = strip * strip_bytes + (number - 16 * strip * (strip - 1)) * 16;
+        *reinterpret_cast<uint4*>(triangles[i / 192] + at) = make_uint4(0, 0, 0, 0);
     }
     cutlass::arch::fence_view_async_shared();
 }
