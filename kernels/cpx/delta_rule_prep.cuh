@@ -352,7 +352,8 @@ static __global__ void __launch_bounds__(128, 5)
     __syncthreads();
     if (!there) return;
     char* const triangle = memory.keys[tile] + warp % 2 * panel_bytes;
-    // 8 x 8 blocks on the diagonal: where the triangle has the zeros that memory leaves out
+    // 8 x 8 blocks on the diagonal: where the last strip has the zeros that memory leaves out
+    static_assert(delta_chunk * 8 * sizeof(__half) <= strip_bytes * 3 / 4);
     auto* const squares = reinterpret_cast<__half(*)[8]>(triangle + 3 * strip_bytes);
     clear_above(triangle);
     write_inverse(memory.products[tile], memory.beta[warp], squares, triangle);

@@ -76,8 +76,8 @@ __device__ __forceinline__ std::uint64_t down_cores(void const* state) {
 }
 
 /// A lower triangle of 64 x 64 elements is four strips of 16 columns, side by side, of rows of 32 bytes, in the copy
-/// engine's 32-byte swizzle. In memory the zeros are left out that are a strip's rows before its first column's; in
-/// shared memory they are there from the beginning on.
+/// engine's 32-byte swizzle. Memory leaves out strip j's first 16 j rows, which are zeros; in shared memory they are
+/// there from the beginning on.
 inline constexpr int strip_bytes = 64 * 32, triangle_bytes = strip_bytes * 10 / 4;
 
 /// Returns where 8 elements of a triangle in shared memory are, column c of them.
