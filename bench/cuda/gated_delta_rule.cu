@@ -41,7 +41,7 @@ double designed_ms(work const& w, double rate) {
     double const all = attribute(cudaDevAttrMultiProcessorCount), kilohertz = attribute(cudaDevAttrClockRate);
     double const heads = static_cast<double>(w.sequences * w.value_heads), chunks = static_cast<double>(w.length) / 64;
     double const keys = 64 * 2 * static_cast<double>(w.dim * w.key_heads) / static_cast<double>(w.value_heads);
-    double const bytes = keys + 5120 + (7 + 2) * 64 * 4; // of a chunk and value head: keys, A, gates of g and beta
+    double const bytes = keys + 5120 + (2 + 2) * 64 * 4; // of a chunk and value head: keys, A, gates of g and beta
     double const clocks = heads >= 0.9 * all ? std::ceil(heads / all) * chunks * 3140
                                              : std::max(chunks * 881, heads * chunks * (3140 + 2 * 881) / all);
     return 1e3 * heads * chunks * bytes / rate + clocks / kilohertz;

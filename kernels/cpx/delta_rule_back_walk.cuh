@@ -17,8 +17,8 @@ struct dstate_memory {
     /// And then gradients of values: a warp writes where it alone has read.
     char dout[dout_stages][Halves][panel_bytes];
     char p[Halves][panel_bytes], x[2][2 * panel_bytes];
-    delta_gates gates[stages];
-    barrier full[stages], empty[stages], inverse_full[dout_stages], inverse_empty[dout_stages];
+    chunk_gates gates[stages];
+    barrier full[stages], empty[stages], gates_landed[stages], inverse_full[dout_stages], inverse_empty[dout_stages];
     barrier dout_full[dout_stages], dout_empty[dout_stages], dvalues_full[dout_stages][Halves];
     barrier p_full[Halves], p_empty[Halves], x_full[2], x_empty[2], landed, dout_landed;
 };
@@ -72,10 +72,10 @@ __device__ __forceinline__ void back_walk<Halves>::load_keys(CUtensorMap const& 
         barrier& full = whole ? memory.full[r.at] : memory.landed;
         wait(memory.empty[r.at], r.parity ^ 1);
         if (lane == 0) {
-            full.arrive_and_expect_tx(4 * panel_bytes + all_gates.bytes());
+            full.arrive_and_expect_tx(4 * panel_bytes);
             load_panels<2>(queries, full, memory.queries[r.at], head / in.group, row);
             load_panels<2>(keys, full, memory.keys[r.at], head / in.group, row);
-            load_gates(in.prepared, place, full, memory.gates[r.at], all_gates);
+            load_gates_apart(in.prepared, place, memory.gates_landed[r.at], memory.gates[r.at]);
         }
         wait(memory.inverse_empty[d.at], d.parity ^ 1);
         if (lane == 0) {
@@ -95,10 +95,11 @@ __device__ __forceinline__ void back_walk<Halves>::load_keys(CUtensorMap const& 
     }
 }
 
-/// Loads dO.
+/// Loads dO and, where no other warp is left for it, completes gates.
 template <int Halves>
 __device__ __forceinline__ void back_walk<Halves>::load_dout(CUtensorMap const& dout, int lane) const {
     ring<dout_stages> d;
+    gates_maker<layout, true> gates;
     for (int c = chunks - 1, landings = 0; c >= 0; --c, d.next()) {
         int const row = sequence.chunk_begin(c), n = sequence.chunk_end(c) - row;
         bool const whole = n == delta_chunk;
@@ -109,6 +110,7 @@ __device__ __forceinline__ void back_walk<Halves>::load_dout(CUtensorMap const& 
             load_panels<Halves>(dout, full, memory.dout[d.at][0], head, row, first_half);
         }
         __syncwarp();
+        if constexpr (both) gates.make_one(memory);
         if (whole) continue;
         wait(memory.dout_landed, landings++ % 2);
 #pragma unroll

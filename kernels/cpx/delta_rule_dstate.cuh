@@ -160,7 +160,8 @@ __device__ __forceinline__ void begin_walk_back(dstate_memory<Halves>& memory, b
     constexpr bool both = Halves == 2;
     clear_triangles(memory.inverse);
     if (threadIdx.x == 0) {
-        for (int i = 0; i < layout::stages; ++i) memory.full[i].init(1), memory.empty[i].init(12);
+        for (int i = 0; i < layout::stages; ++i)
+            memory.full[i].init(2), memory.empty[i].init(12), memory.gates_landed[i].init(1);
         for (int i = 0; i < layout::dout_stages; ++i) {
             memory.inverse_full[i].init(1), memory.inverse_empty[i].init(both ? 4 : 8);
             memory.dout_full[i].init(1), memory.dout_empty[i].init(Folds ? 4 * Halves : Halves);
@@ -177,8 +178,9 @@ __device__ __forceinline__ void begin_walk_back(dstate_memory<Halves>& memory, b
 
 /// Walks back along Halves halves of the value channels of a sequence and value head, `block` of all of them; `initial`
 /// and `last` of the walk are the gradients of the states after the sequences and before them. By two warps that load,
-/// one for each half that stores; a warpgroup each for P, X and the gradient of a half, or one for P and X and one each
-/// for the gradients of both halves. One that Folds leaves nothing but the gradient before the sequence.
+/// one for each half that stores and, if one is left, one that completes gates; a warpgroup each for P, X and the
+/// gradient of a half, or one for P and X and one each for the gradients of both halves. One that Folds leaves nothing
+/// but the gradient before the sequence.
 template <int Halves, bool Folds = false>
 __device__ __forceinline__ void walk_back(CUtensorMap const& queries, CUtensorMap const& keys, CUtensorMap const& dout,
                                           CUtensorMap const& dvalues, delta_walk const& in, delta_dvalues const& to,
@@ -204,6 +206,8 @@ __device__ __forceinline__ void walk_back(CUtensorMap const& queries, CUtensorMa
             walk.load_dout(dout, lane);
         else if (!Folds && warp < 2 + Halves)
             walk.store_values(dvalues, to, both ? warp - 2 : 0, lane);
+        else if (!both && warp == 3)
+            gates_maker<layout, true>{}.make(memory, chunks);
     } else if (group == 1) {
         cutlass::arch::warpgroup_reg_dealloc<104>();
         walk.make_p();

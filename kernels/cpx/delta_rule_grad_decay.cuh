@@ -27,7 +27,7 @@ __device__ __forceinline__ void grad_block<Erases>::write_sums() {
 #pragma unroll
             for (int i = 0; i < 2; ++i)
                 factor[i] = OfKeys ? power_of_two(gates.sum[delta_chunk - 1] - gates.sum[row + 8 * i])
-                                   : in.scale * gates.decay[row + 8 * i];
+                                   : in.scale * power_of_two(gates.sum[row + 8 * i]);
             float along[2];
             if constexpr (OfKeys)
                 add_states(sum, along, memory->values, memory->dstate, keys(), factor);

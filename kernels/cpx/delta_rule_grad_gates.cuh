@@ -66,9 +66,10 @@ __device__ __forceinline__ void grad_block<Erases>::load(CUtensorMap const& quer
                 std::int64_t const place = std::int64_t{own.chunk} * heads + head;
                 barrier& prepared_full = memory->prepared_full[turn & 1];
                 wait(memory->prepared_empty[turn & 1], turn >> 1 & 1 ^ 1);
-                prepared_full.arrive_and_expect_tx((Erases ? triangle_bytes : 0) + token_gates.bytes());
+                prepared_full.arrive_and_expect_tx((Erases ? triangle_bytes : 0) +
+                                                   static_cast<int>(sizeof(delta_gates)));
                 if constexpr (Erases) load_inverse(in.prepared, place, prepared_full, memory->inverse[turn & 1]);
-                load_gates(in.prepared, place, prepared_full, memory->gates[turn & 1], token_gates);
+                load_gates(in.prepared, place, prepared_full, memory->gates[turn & 1]);
                 auto const load_state = [&](barrier& empty, barrier& full, char* to, char const* from) {
                     wait(empty, parity);
                     full.arrive_and_expect_tx(state_bytes);
@@ -152,7 +153,7 @@ __device__ __forceinline__ void grad_block<Erases>::write_gates(CUtensorMap cons
         [&](char*, delta_gates& gates) {
             wait(memory->prepared_full[turn & 1], turn >> 1 & 1);
             float2 const b = reinterpret_cast<float2 const*>(gates.beta)[lane];
-            float const fading = gates.decay[delta_chunk - 1];
+            float const fading = power_of_two(gates.sum[delta_chunk - 1]);
             arrive_after_loads(memory->prepared_empty[turn & 1]);
             if (Erases && is_last()) store_queries(memory->queries, memory->queries_empty);
             wait(memory->sums_full, turn & 1);

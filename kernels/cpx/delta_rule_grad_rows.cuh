@@ -18,7 +18,7 @@ __device__ __forceinline__ void grad_block<Erases>::make_values() {
             wait(memory->state_full, turn & 1);
             wait(memory->values_full, turn & 1);
             row_products products;
-            float const e[2] = {gates.decay[row], gates.decay[row + 8]};
+            float const e[2] = {power_of_two(gates.sum[row]), power_of_two(gates.sum[row + 8])};
 #pragma unroll 1
             for (int half = 0; half < 2; ++half) {
                 float u[32];
@@ -89,7 +89,7 @@ __device__ __forceinline__ void grad_block<Erases>::write_rows() {
             wait(memory->prepared_full[turn & 1], turn >> 1 & 1);
             wait(memory->state_full, turn & 1);
             wait(memory->values_full, turn & 1);
-            float const e[2] = {gates.decay[row], gates.decay[row + 8]};
+            float const e[2] = {power_of_two(gates.sum[row]), power_of_two(gates.sum[row + 8])};
             {
                 std::uint32_t words[32];
                 load_operand(memory->dy, words);

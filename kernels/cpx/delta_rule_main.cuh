@@ -21,8 +21,9 @@ struct main_memory : erasing_memory<Erases, 3> {
     char queries[stages][2 * panel_bytes], keys[stages][2 * panel_bytes];
     char values[stages][2][panel_bytes]; ///< and then outputs: a warp writes where it alone has read
     char p[2][panel_bytes];
-    delta_gates gates[stages];
-    barrier full[stages], empty[stages], values_full[stages], values_empty[stages], out_full[stages][2];
+    chunk_gates gates[stages];
+    barrier full[stages], empty[stages], gates_landed[stages], values_full[stages], values_empty[stages],
+        out_full[stages][2];
     barrier aux_full[2], aux_empty[2], landed, values_landed;
 };
 
@@ -45,7 +46,7 @@ __device__ __forceinline__ void begin_main(main_memory<Erases>& memory) {
     if constexpr (Erases) clear_triangles(memory.inverse);
     if (threadIdx.x == 0) {
         for (int i = 0; i < stages; ++i) {
-            memory.full[i].init(1), memory.empty[i].init(12);
+            memory.full[i].init(2), memory.empty[i].init(12), memory.gates_landed[i].init(1);
             memory.values_full[i].init(1), memory.values_empty[i].init(2);
             for (int half = 0; half < 2; ++half) memory.out_full[i][half].init(4);
         }
@@ -88,14 +89,12 @@ template <bool Erases>
 __device__ __forceinline__ void main_block<Erases>::load_keys(CUtensorMap const& queries, CUtensorMap const& keys,
                                                               barrier& full, int at, int c) const {
     int const row = sequence.chunk_begin(c);
-    full.arrive_and_expect_tx(4 * panel_bytes + (Erases ? triangle_bytes : 0) + all_gates.bytes());
+    full.arrive_and_expect_tx(4 * panel_bytes + (Erases ? triangle_bytes : 0));
     load_panels<2>(queries, full, memory.queries[at], head / in.group, row);
     load_panels<2>(keys, full, memory.keys[at], head / in.group, row);
     std::int64_t const place = std::int64_t{sequence.first_chunk + c} * heads + head;
-    if constexpr (Erases)
-        load_prepared(in.prepared, place, full, memory.inverse[at], memory.gates[at], all_gates);
-    else
-        load_gates(in.prepared, place, full, memory.gates[at], all_gates);
+    load_gates_apart(in.prepared, place, memory.gates_landed[at], memory.gates[at]);
+    if constexpr (Erases) load_inverse(in.prepared, place, full, memory.inverse[at]);
 }
 
 /// Loads a stretch, by a warp.
@@ -329,8 +328,8 @@ __device__ __forceinline__ void main_block<Erases>::carry(delta_stretch const& s
 #endif
 
 /// A block computes the outputs of a stretch of a sequence and value head. A grid of (stretches of the share at most) *
-/// value heads blocks of 512 threads: a warp that loads, a warpgroup that makes P and X one chunk ahead, two that have
-/// half a state each.
+/// value heads blocks of 512 threads: a warp that loads, one that completes gates, a warpgroup that makes P and X one
+/// chunk ahead, two that have half a state each.
 template <bool Erases>
 static __global__ void __launch_bounds__(512, 1)
     delta_rule_main(__grid_constant__ CUtensorMap const queries, __grid_constant__ CUtensorMap const keys,
@@ -359,8 +358,10 @@ static __global__ void __launch_bounds__(512, 1)
             work.load(queries, keys, values);
         } else if (warp >= 2) {
             work.store(outputs, to, warp - 2);
-        } else if (to.after_state && number + 1 == delta_share::stretches(in.plan, to.share.last)) {
-            wait_for_previous_kernel(); // or those after this one might come before the walks have ended
+        } else {
+            gates_maker<main_memory<Erases>, true>{}.make(memory, last - first);
+            if (to.after_state && number + 1 == delta_share::stretches(in.plan, to.share.last))
+                wait_for_previous_kernel(); // or those after this one might come before the walks have ended
         }
     } else if (group == 1) {
         cutlass::arch::warpgroup_reg_dealloc<104>();

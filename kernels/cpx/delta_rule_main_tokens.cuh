@@ -8,7 +8,7 @@ namespace cpx::kernels::delta {
 
 /// What P is, but for lower(Q K^T) A, of a thread's accumulators: s b_j and the decay from token j to i, 0 above the
 /// diagonal. Beside the 16 x 16 block on the diagonal the decay is a product of two, of which no one is above 1.
-__device__ __forceinline__ void load_factors(delta_gates const& gates, float scale, float (&factor)[32]) {
+__device__ __forceinline__ void load_factors(chunk_gates const& gates, float scale, float (&factor)[32]) {
     int const warp = static_cast<int>(threadIdx.x) / 32 % 4, lane = static_cast<int>(threadIdx.x) % 32;
     int const first = 16 * warp, row = first + lane / 4, two = lane % 4 * 2;
     float const begin = gates.sum[first], g[2] = {gates.sum[row], gates.sum[row + 8]};
@@ -46,7 +46,7 @@ __device__ __forceinline__ void load_factors(delta_gates const& gates, float sca
 /// product.
 template <bool Erases, class F>
 __device__ __forceinline__ void compute_p(char const* queries, char const* keys, char const* inverse,
-                                          delta_gates const& gates, float scale, std::uint32_t (&words)[16],
+                                          chunk_gates const& gates, float scale, std::uint32_t (&words)[16],
                                           F&& meanwhile) {
     int const warp = static_cast<int>(threadIdx.x) / 32 % 4, lane = static_cast<int>(threadIdx.x) % 32;
     float sum[32], factor[32];

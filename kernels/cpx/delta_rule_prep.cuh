@@ -13,11 +13,8 @@ namespace cpx::kernels {
 
 /// The gates of a chunk's tokens; those beyond the chunk's end have beta 0 and the sum of its last.
 struct delta_gates {
-    float onward[delta_chunk];   ///< w = b 2^(G of the last - G)
-    float decay[delta_chunk];    ///< e = 2^G
-    float sum[delta_chunk];      ///< G: of log2 of the decays, up to and with the token
-    float beta[delta_chunk];     ///< b
-    float until[3][delta_chunk]; ///< b 2^(G of token 16, 32, 48 - G), of the tokens before that one
+    float sum[delta_chunk];  ///< G: of log2 of the decays, up to and with the token
+    float beta[delta_chunk]; ///< b
 };
 
 /// What `delta_rule_prep` writes, of (chunks, value heads): A = (I + strictly lower(diag(b) K K^T))^-1 of a chunk,
@@ -232,8 +229,7 @@ __device__ __forceinline__ void clear_above(char* triangle) {
 __device__ __forceinline__ void compute_gates(float const* g, float const* beta, delta_gates& to) {
     int const lane = threadIdx.x % 32;
     float2 const decays = *reinterpret_cast<float2 const*>(g + 2 * lane);
-    float2 const betas = *reinterpret_cast<float2 const*>(beta + 2 * lane);
-    float const of[2] = {decays.x, decays.y}, b[2] = {betas.x, betas.y};
+    float const of[2] = {decays.x, decays.y};
     float own[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -248,19 +244,9 @@ __device__ __forceinline__ void compute_gates(float const* g, float const* beta,
     }
     float before = __shfl_up_sync(~0u, sum, 1);
     if (lane == 0) before = 0.0f;
-    float const first = before + own[0], second = first + own[1], last = __shfl_sync(~0u, second, 31);
-    auto const set = [&](float* place, float x, float y) { *reinterpret_cast<float2*>(place + 2 * lane) = {x, y}; };
-    set(to.sum, first, second);
-    set(to.beta, b[0], b[1]);
-    set(to.decay, power_of_two(first), power_of_two(second));
-    set(to.onward, b[0] * power_of_two(last - first), b[1] * power_of_two(last - second));
-#pragma unroll
-    for (int i = 0; i < 3; ++i) {
-        float const at = __shfl_sync(~0u, first, 8 * (i + 1));
-        bool const before = lane < 8 * (i + 1);
-        set(to.until[i], before ? b[0] * power_of_two(at - first) : 0.0f,
-            before ? b[1] * power_of_two(at - second) : 0.0f);
-    }
+    float const first = before + own[0];
+    reinterpret_cast<float2*>(to.sum)[lane] = {first, first + own[1]};
+    reinterpret_cast<float2*>(to.beta)[lane] = reinterpret_cast<float2 const*>(beta)[lane];
 }
 
 } // namespace delta

@@ -45,9 +45,9 @@ template <bool Erases, int Halves>
 struct fold_memory : erasing_memory<Erases, 4, 3> {
     static constexpr int stages = 4;
     char keys[stages][2 * panel_bytes], values[stages][std::size_t{Halves}][panel_bytes];
-    delta_gates gates[stages];
+    chunk_gates gates[stages];
     static constexpr int xs = 3;
-    barrier full[stages], empty[stages], x_full[xs], read[xs], landed;
+    barrier full[stages], empty[stages], gates_landed[stages], x_full[xs], read[xs], landed;
 };
 
 /// Value channels of a state that a block of `delta_rule_join` has.
@@ -81,14 +81,11 @@ __device__ __forceinline__ void load_fold(CUtensorMap const& keys, CUtensorMap c
         barrier& full = whole ? memory.full[r.at] : memory.landed;
         wait(memory.empty[r.at], r.parity ^ 1);
         if (threadIdx.x == 0) {
-            full.arrive_and_expect_tx((of.of_map ? 2 : 2 + Halves) * panel_bytes + (Erases ? triangle_bytes : 0) +
-                                      step_gates.bytes());
+            full.arrive_and_expect_tx((of.of_map ? 2 : 2 + Halves) * panel_bytes + (Erases ? triangle_bytes : 0));
             load_panels<2>(keys, full, memory.keys[r.at], head / in.group, row);
             std::int64_t const place = std::int64_t{of.sequence.first_chunk + c} * heads + head;
-            if constexpr (Erases)
-                load_prepared(in.prepared, place, full, memory.inverse[r.at], memory.gates[r.at], step_gates);
-            else
-                load_gates(in.prepared, place, full, memory.gates[r.at], step_gates);
+            load_gates_apart(in.prepared, place, memory.gates_landed[r.at], memory.gates[r.at]);
+            if constexpr (Erases) load_inverse(in.prepared, place, full, memory.inverse[r.at]);
             if (!of.of_map) load_panels<Halves>(values, full, memory.values[r.at][0], head, row, of.half);
         }
         __syncwarp();
@@ -160,8 +157,8 @@ __device__ __forceinline__ void fold_half(delta_walk const& in, delta_steps cons
 
 } // namespace delta
 
-/// Threads of a block of `delta_rule_fold`: a warp that loads and, unless nothing is erased, a warpgroup that makes X,
-/// beside those that have half a state each.
+/// Threads of a block of `delta_rule_fold`: a warp that loads, one that completes gates and, unless nothing is erased,
+/// a warpgroup that makes X, beside those that have half a state each.
 template <bool Erases, int Halves>
 inline constexpr int delta_fold_threads = 128 * (1 + (Erases ? 1 : 0) + Halves);
 
@@ -184,7 +181,10 @@ static __global__ void __launch_bounds__(delta_fold_threads<Erases, Halves>, 1)
     bool const paired = Erases && Along && cute::cluster_shape().x == 2;
     if constexpr (Erases) clear_triangles(memory.inverse);
     if (threadIdx.x == 0) {
-        for (int i = 0; i < stages; ++i) memory.full[i].init(1), memory.empty[i].init(4 * (first_group - 1 + Halves));
+        for (int i = 0; i < stages; ++i) {
+            memory.full[i].init(2), memory.empty[i].init(4 * (first_group - 1 + Halves));
+            memory.gates_landed[i].init(1);
+        }
         for (barrier& full : memory.x_full) full.init(4);
         for (barrier& read : memory.read) read.init(4 * Halves * (paired ? 2 : 1));
         memory.landed.init(1);
@@ -218,7 +218,10 @@ static __global__ void __launch_bounds__(delta_fold_threads<Erases, Halves>, 1)
     }
     if (group == 0) {
         cutlass::arch::warpgroup_reg_dealloc<40>();
-        if (threadIdx.x < 32) load_fold<Erases, Back, Halves>(keys, values, in, memory, of);
+        if (threadIdx.x < 32)
+            load_fold<Erases, Back, Halves>(keys, values, in, memory, of);
+        else if (threadIdx.x < 64)
+            gates_maker<fold_memory<Erases, Halves>, false>{}.make(memory, of.last - of.first);
     } else if (group < first_group) {
         cutlass::arch::warpgroup_reg_dealloc<104>();
         if constexpr (Erases) {

@@ -14,8 +14,8 @@ struct state_memory : erasing_memory<Erases, 4, Halves == 1 ? 3 : 2> {
     static constexpr int stages = 4;
     static constexpr std::size_t xs = Halves == 1 ? 3 : 2;
     char keys[stages][2 * panel_bytes], values[stages][Halves][panel_bytes];
-    delta_gates gates[stages];
-    barrier full[stages], empty[stages], x_full[xs], read[xs], written, seen, landed;
+    chunk_gates gates[stages];
+    barrier full[stages], empty[stages], gates_landed[stages], x_full[xs], read[xs], written, seen, landed;
 };
 
 } // namespace delta
@@ -31,7 +31,8 @@ __device__ __forceinline__ void begin_walk(state_memory<Halves, Erases>& memory,
     if constexpr (Erases) clear_triangles(memory.inverse);
     if (threadIdx.x == 0) {
         for (int i = 0; i < stages; ++i)
-            memory.full[i].init(1), memory.empty[i].init(4 * (first_group - 1) + 4 * halves);
+            memory.full[i].init(2), memory.gates_landed[i].init(1),
+                memory.empty[i].init(4 * (first_group - 1) + 4 * halves);
         for (barrier& full : memory.x_full) full.init(4);
         for (barrier& read : memory.read) read.init(4 * (paired ? 2 : halves));
         memory.written.init(4 * halves), memory.seen.init(1);
@@ -98,13 +99,11 @@ __device__ __forceinline__ void load_along(CUtensorMap const& keys, CUtensorMap 
         barrier& full = whole ? memory.full[r.at] : memory.landed;
         wait(memory.empty[r.at], r.parity ^ 1);
         if (threadIdx.x == 0) {
-            full.arrive_and_expect_tx((2 + Halves) * panel_bytes + (Erases ? triangle_bytes : 0) + step_gates.bytes());
+            full.arrive_and_expect_tx((2 + Halves) * panel_bytes + (Erases ? triangle_bytes : 0));
             load_panels<2>(keys, full, memory.keys[r.at], head / in.group, row);
             std::int64_t const place = std::int64_t{sequence.first_chunk + c} * heads + head;
-            if constexpr (Erases)
-                load_prepared(in.prepared, place, full, memory.inverse[r.at], memory.gates[r.at], step_gates);
-            else
-                load_gates(in.prepared, place, full, memory.gates[r.at], step_gates);
+            load_gates_apart(in.prepared, place, memory.gates_landed[r.at], memory.gates[r.at]);
+            if constexpr (Erases) load_inverse(in.prepared, place, full, memory.inverse[r.at]);
             load_panels<Halves>(values, full, memory.values[r.at][0], head, row, first_half);
         }
         __syncwarp();
@@ -212,7 +211,8 @@ __device__ __forceinline__ void carry_along(delta_walk const& in, state_memory<H
 /// Walks along Halves halves of the value channels of what one of the blocks from number `before` on has: one half of a
 /// sequence and value head up to its last stretch, or of all of it if its last state is wanted or, Traced, the states
 /// before all chunks instead of those before stretches; or both halves of one sequence and value head after the other.
-/// By a warp that loads, a warpgroup that makes X, unless nothing is erased, one for each half that has its state.
+/// By a warp that loads, one that completes gates, a warpgroup that makes X, unless nothing is erased, one for each
+/// half that has its state.
 ///
 /// Where nothing is erased the gradient of the state is a walk Back: with queries for keys, dO for values.
 template <bool Traced, int Halves, bool Erases, bool Back = false>
@@ -241,6 +241,9 @@ __device__ __forceinline__ void walk_along(CUtensorMap const& keys, CUtensorMap 
             each([&](walked_head const& walked) {
                 publish_along<Traced, Halves, Erases, Back>(in, memory, walked, first_half, parity);
             });
+        } else if (threadIdx.x / 32 == 2) {
+            gates_maker<layout, false> maker;
+            each([&](walked_head const& walked) { maker.make(memory, walked.chunks); });
         }
     } else if (group < first_group) {
         cutlass::arch::warpgroup_reg_dealloc<Halves == 2 ? 104 : 128>();

@@ -19,9 +19,36 @@ namespace cpx::kernels::delta {
 /// 4j + 2d + i is that of value channel 16 warp + lane / 4 + 8 d and key channel 8 j + lane % 4 * 2 + i.
 using half_state = float[64];
 
+/// The gates of a chunk, and what kernels make of them.
+struct chunk_gates : delta_gates {
+    float onward[delta_chunk];   ///< w = b 2^(G of the last - G)
+    float decay[delta_chunk];    ///< e = 2^G
+    float until[3][delta_chunk]; ///< b 2^(G of token 16, 32, 48 - G), of the tokens before that one
+};
+
+/// Makes of G and b what else is wanted, by a warp, two tokens a lane.
+template <bool WantsUntil>
+__device__ __forceinline__ void complete_gates(chunk_gates& gates) {
+    int const lane = static_cast<int>(threadIdx.x) % 32;
+    float2 const sum = reinterpret_cast<float2 const*>(gates.sum)[lane];
+    float2 const b = reinterpret_cast<float2 const*>(gates.beta)[lane];
+    auto const set = [&](float* place, float x, float y) { reinterpret_cast<float2*>(place)[lane] = {x, y}; };
+    float const last = __shfl_sync(~0u, sum.y, 31);
+    set(gates.decay, power_of_two(sum.x), power_of_two(sum.y));
+    set(gates.onward, b.x * power_of_two(last - sum.x), b.y * power_of_two(last - sum.y));
+    if constexpr (WantsUntil)
+#pragma unroll
+        for (int i = 0; i < 3; ++i) {
+            float const at = __shfl_sync(~0u, sum.x, 8 * (i + 1));
+            bool const before = lane < 8 * (i + 1);
+            set(gates.until[i], before ? b.x * power_of_two(at - sum.x) : 0.0f,
+                before ? b.y * power_of_two(at - sum.y) : 0.0f);
+        }
+}
+
 /// Computes X of a chunk by a warpgroup or, by one panel, of the 64 key channels of `keys`.
 template <int Panels = 2>
-__device__ __forceinline__ void compute_x(char const* inverse, char const* keys, delta_gates const& gates, char* x) {
+__device__ __forceinline__ void compute_x(char const* inverse, char const* keys, chunk_gates const& gates, char* x) {
     int const row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
     float sum[Panels][32]; // one panel is rounded while the other one is under way
 #pragma unroll
@@ -49,10 +76,10 @@ __device__ __forceinline__ void compute_x(char const* inverse, char const* keys,
 /// The decays from the chunk's beginning to the tokens of a thread's accumulators.
 using token_decays = float2[8];
 
-__device__ __forceinline__ float2 decays_of(delta_gates const& gates, int j) {
+__device__ __forceinline__ float2 decays_of(chunk_gates const& gates, int j) {
     return *reinterpret_cast<float2 const*>(gates.decay + 8 * j + threadIdx.x % 4 * 2);
 }
-__device__ __forceinline__ void load_decays(delta_gates const& gates, token_decays& e) {
+__device__ __forceinline__ void load_decays(chunk_gates const& gates, token_decays& e) {
 #pragma unroll
     for (int j = 0; j < 8; ++j) e[j] = decays_of(gates, j);
 }
@@ -84,7 +111,7 @@ __device__ __forceinline__ void scale(half_state& s, float by) {
 
 /// Begins the products by which a state takes in V where nothing is erased or, Back, its gradient dO times `by`.
 template <bool Back>
-__device__ __forceinline__ void write_tokens(delta_gates const& gates, char const* keys, float by,
+__device__ __forceinline__ void write_tokens(chunk_gates const& gates, char const* keys, float by,
                                              std::uint32_t const (&v)[16], half_state& s) {
     std::uint32_t y[16];
     scale_tokens(v, Back ? gates.decay : gates.onward, Back ? by : 1.0f, y);

@@ -94,30 +94,38 @@ __device__ __forceinline__ void await(int const* flag, int least) {
 /// After how many chunks a walk of the backward says how far it has come.
 inline constexpr int walk_chunks = 8;
 
-/// Which of a chunk's gates a kernel reads: all, those of the state's step, or those of tokens by tokens and rows.
-struct gates_read {
-    int first, last;
-    __device__ constexpr int bytes() const { return last - first; }
-};
-inline constexpr gates_read all_gates{0, sizeof(delta_gates)}, step_gates{0, offsetof(delta_gates, sum)},
-    token_gates{offsetof(delta_gates, decay), offsetof(delta_gates, until)};
-
-/// Asks for the inverse of a chunk and head.
+/// Asks for the inverse of a chunk and head, for its gates, and for these by a barrier of their own.
 __device__ __forceinline__ void load_inverse(delta_prepared const& from, std::int64_t place, barrier& full,
                                              char* inverse) {
     load_triangle(from.inverse + place * triangle_bytes, full, inverse);
 }
 __device__ __forceinline__ void load_gates(delta_prepared const& from, std::int64_t place, barrier& full,
-                                           delta_gates& gates, gates_read which) {
-    cute::SM90_BULK_COPY_G2S::copy(reinterpret_cast<char const*>(from.gates + place) + which.first,
-                                   reinterpret_cast<std::uint64_t*>(&full),
-                                   reinterpret_cast<char*>(&gates) + which.first, which.bytes());
+                                           delta_gates& gates) {
+    cute::SM90_BULK_COPY_G2S::copy(from.gates + place, reinterpret_cast<std::uint64_t*>(&full), &gates,
+                                   static_cast<int>(sizeof(delta_gates)));
 }
-__device__ __forceinline__ void load_prepared(delta_prepared const& from, std::int64_t place, barrier& full,
-                                              char* inverse, delta_gates& gates, gates_read which) {
-    load_inverse(from, place, full, inverse);
-    load_gates(from, place, full, gates, which);
+__device__ __forceinline__ void load_gates_apart(delta_prepared const& from, std::int64_t place, barrier& landed,
+                                                 delta_gates& gates) {
+    landed.arrive_and_expect_tx(sizeof(delta_gates));
+    load_gates(from, place, landed, gates);
 }
+
+/// Completes the gates of chunk after chunk, whose G and b land by themselves, by a warp that has nothing else to do:
+/// one of two arrivals that `full` of a chunk awaits; what else is loaded is the other one.
+template <class Memory, bool WantsUntil>
+struct gates_maker {
+    ring<static_cast<int>(Memory::stages)> r;
+
+    __device__ __forceinline__ void make_one(Memory& memory) {
+        wait(memory.gates_landed[r.at], r.parity);
+        complete_gates<WantsUntil>(memory.gates[r.at]);
+        arrive_warp(memory.full[r.at]);
+        r.next();
+    }
+    __device__ __forceinline__ void make(Memory& memory, int chunks) {
+        for (int i = 0; i < chunks; ++i) make_one(memory);
+    }
+};
 
 } // namespace delta
 
@@ -127,7 +135,7 @@ namespace delta {
 /// Makes X of a chunk by a warpgroup, which has still to arrive at `full`, where who reads X waits. `paired`: the panel
 /// that has the block's number in its cluster, for both blocks; the other panel comes from the other block. X is made
 /// where both have read what was there: then the other block's panel may come, and this one's has gone.
-__device__ __forceinline__ void make_one_x(char const* inverse, char const* keys, delta_gates const& gates, char* x,
+__device__ __forceinline__ void make_one_x(char const* inverse, char const* keys, chunk_gates const& gates, char* x,
                                            barrier& full, bool paired, int own) {
     if (paired) {
         char* const panel = x + own * panel_bytes;

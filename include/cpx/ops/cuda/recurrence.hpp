@@ -20,7 +20,7 @@ namespace cpx {
 
 /// What a forward on a device leaves to its backward: as on the host and, if `keeps` is set before, what kernels made
 /// of the inputs alone, which the backward makes again otherwise, of the same bits. Of the gated delta rule that is
-/// some 108 bytes a token and value head; others have nothing of the kind. Blocks that are lent and of the right size
+/// some 88 bytes a token and value head; others have nothing of the kind. Blocks that are lent and of the right size
 /// are written instead of new ones; `kept` begins at multiples of 256 bytes.
 template <class T>
 struct recurrence_saved<T, cuda::memory> {
