@@ -95,11 +95,11 @@ __device__ __forceinline__ void back_walk<Halves>::load_keys(CUtensorMap const& 
     }
 }
 
-/// Loads dO and, where no other warp is left for it, completes gates.
+/// Loads dO and, of both halves, completes gates: the other warps store.
 template <int Halves>
 __device__ __forceinline__ void back_walk<Halves>::load_dout(CUtensorMap const& dout, int lane) const {
     ring<dout_stages> d;
-    gates_maker<layout, true> gates;
+    gates_maker<layout, true> maker;
     for (int c = chunks - 1, landings = 0; c >= 0; --c, d.next()) {
         int const row = sequence.chunk_begin(c), n = sequence.chunk_end(c) - row;
         bool const whole = n == delta_chunk;
@@ -110,7 +110,7 @@ __device__ __forceinline__ void back_walk<Halves>::load_dout(CUtensorMap const& 
             load_panels<Halves>(dout, full, memory.dout[d.at][0], head, row, first_half);
         }
         __syncwarp();
-        if constexpr (both) gates.make_one(memory);
+        if constexpr (both) maker.make_one(memory);
         if (whole) continue;
         wait(memory.dout_landed, landings++ % 2);
 #pragma unroll

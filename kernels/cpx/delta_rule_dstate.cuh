@@ -178,7 +178,7 @@ __device__ __forceinline__ void begin_walk_back(dstate_memory<Halves>& memory, b
 
 /// Walks back along Halves halves of the value channels of a sequence and value head, `block` of all of them; `initial`
 /// and `last` of the walk are the gradients of the states after the sequences and before them. By two warps that load,
-/// one for each half that stores and, if one is left, one that completes gates; a warpgroup each for P, X and the
+/// one for each half that stores and, of one half, one that completes gates; a warpgroup each for P, X and the
 /// gradient of a half, or one for P and X and one each for the gradients of both halves. One that Folds leaves nothing
 /// but the gradient before the sequence.
 template <int Halves, bool Folds = false>

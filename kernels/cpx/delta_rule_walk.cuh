@@ -110,8 +110,8 @@ __device__ __forceinline__ void load_gates_apart(delta_prepared const& from, std
     load_gates(from, place, landed, gates);
 }
 
-/// Completes the gates of chunk after chunk, whose G and b land by themselves, by a warp that has nothing else to do:
-/// one of two arrivals that `full` of a chunk awaits; what else is loaded is the other one.
+/// Completes the gates of chunk after chunk, whose G and b land by themselves, by a warp: one of two arrivals that
+/// `full` of a chunk awaits; what else is loaded is the other one.
 template <class Memory, bool WantsUntil>
 struct gates_maker {
     ring<static_cast<int>(Memory::stages)> r;

@@ -64,7 +64,7 @@ index_t gated_delta_rule_backward_workspace(gated_delta_rule_shape const& shape,
     return detail::delta_backward_space<Of == erases::yes, T>(shape, tokens, sequences, saved).bytes;
 }
 
-/// Returns the bytes that a forward may save for the backward, some 108 a token and value head; 0 on the plain path.
+/// Returns the bytes that a forward may save for the backward, some 88 a token and value head; 0 on the plain path.
 template <gpu_number T>
 index_t gated_delta_rule_saved(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences) {
     return detail::delta_saved_space<T>(shape, tokens, sequences).bytes;
