@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Compiles kernels and links NCCL. Without arguments it moves nothing: whoever builds it may have no GPU.
+// Compiles kernels and links NCCL, that of NCCL_ROOT. Without arguments it moves nothing: whoever builds it may have no
+// GPU.
 #include <cpx/cuda/exchange.hpp>
 #include <cpx/cuda/row_gather.hpp>
 #include <cpx/cuda/shared_memory.hpp>
@@ -7,6 +8,10 @@
 #include <cpx/layout/zigzag.hpp>
 
 #include <cstdio>
+
+#ifndef CPX_NCCL_ELSEWHERE
+#error "headers of another NCCL than that of NCCL_ROOT"
+#endif
 
 int main(int argc, char**) {
     int version = 0;
