@@ -16,6 +16,7 @@ struct delta_decode {
     delta_rows<T const> q, k, v; ///< (rows, heads * Dk or Dv)
     delta_rows<float const> g, beta;
     std::int64_t const* slots; ///< which state a row has, below 0: none, then nothing is written; null: its own
+    std::int64_t states;       ///< that there are: a slot beyond them traps
     int key_heads, group;      ///< value heads a key head
     int key_dim, value_dim;
     float scale;
@@ -98,6 +99,7 @@ __global__ void __launch_bounds__(256) delta_rule_decode(delta_decode<T> const i
     int const thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
     int const column = (static_cast<int>(blockIdx.z) * 32 + lane) * V;
     std::int64_t const slot = in.slots ? in.slots[row] : row;
+    if (slot >= in.states) __trap();
     if (slot < 0) return;
     float* const state = states + (slot * heads + head) * in.key_dim * in.value_dim + column;
     bool const held = column < in.value_dim;

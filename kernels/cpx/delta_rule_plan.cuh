@@ -116,9 +116,11 @@ struct delta_cut {
 
 /// The batch as it is in device memory during a call; `totals`: chunks, stretches, and tasks that have been begun.
 struct delta_plan {
+    static constexpr int most_ordered = 256; ///< sequences
+
     delta_sequence* sequences;
-    delta_stretch* stretches; ///< in order of the chunks with which they begin; last ones earlier; then none, up to
-                              ///< `most_stretches`
+    delta_stretch* stretches; ///< in order of the chunks with which they begin, last ones earlier, or of many sequences
+                              ///< one after the other; then none, up to `most_stretches`
     int* totals;
     int* flags; ///< (stretches, value heads, 2): whether the state before a stretch has been written, for each half; of
                 ///< the backward's walks (sequences, value heads, 2, 2): chunks whose states and gradients have been
@@ -207,8 +209,9 @@ __device__ __forceinline__ delta_cut::shares delta_shares_of(delta_segments cons
     return plan.cut.share(all, longest);
 }
 
-/// Writes the plan of segments. One block. What came before has ended when the next kernel comes, early: that may read
-/// what a call is given before it waits for the plan.
+/// Writes the plan of segments. One block. Traps where one begins before the first row or ends beyond the last one or
+/// before its beginning, and where all have more tokens than there are rows, so that some overlap. What came before has
+/// ended when the next kernel comes, early: that may read what a call is given before it waits for the plan.
 static __global__ void __launch_bounds__(1024, 1) delta_rule_plan(delta_segments of, delta_plan plan) {
     wait_for_previous_kernel();
     let_next_kernel_come();
@@ -216,6 +219,7 @@ static __global__ void __launch_bounds__(1024, 1) delta_rule_plan(delta_segments
     __shared__ delta_cut::shares shares;
     if (thread < 32) {
         int chunks = 0, stretches = 0;
+        std::int64_t tokens = 0;
         delta_cut::shares const own = delta_shares_of(of, plan);
         if (thread == 0) shares = own;
         for (int s0 = 0; s0 < plan.count; s0 += 32) {
@@ -224,7 +228,8 @@ static __global__ void __launch_bounds__(1024, 1) delta_rule_plan(delta_segments
             if (s < plan.count) {
                 auto const& [offsets, first, counts] = of;
                 std::int64_t const end = counts ? offsets[s] + counts[s] : offsets[s + 1];
-                if (offsets[s] < 0 || end > plan.rows || (first && first[s] < 0)) __trap();
+                if (offsets[s] < 0 || end < offsets[s] || end > plan.rows || (first && first[s] < 0)) __trap();
+                tokens += end - offsets[s];
                 sequence = delta_rows_of(of, s);
                 sequence.stretches = plan.cut.stretches(own, sequence.chunks);
             }
@@ -240,7 +245,8 @@ static __global__ void __launch_bounds__(1024, 1) delta_rule_plan(delta_segments
             chunks += __shfl_sync(~0u, chunks_before, 31);
             stretches += __shfl_sync(~0u, stretches_before, 31);
         }
-        if (chunks > plan.most_chunks || stretches > plan.most_stretches) __trap();
+        for (int apart = 1; apart < 32; apart *= 2) tokens += __shfl_xor_sync(~0u, tokens, apart);
+        if (tokens > plan.rows || chunks > plan.most_chunks || stretches > plan.most_stretches) __trap();
         if (thread == 0) plan.totals[0] = chunks, plan.totals[1] = stretches, plan.totals[2] = 0;
     }
     for (std::int64_t i = thread; i < plan.flag_count; i += 1024) plan.flags[i] = 0;
@@ -250,9 +256,14 @@ static __global__ void __launch_bounds__(1024, 1) delta_rule_plan(delta_segments
     bool const whole = stretches == plan.count; // a sequence has one at least
     if (whole)
         for (int i = thread; i < stretches; i += 1024) plan.stretches[i] = {i, 0, plan.sequences[i]};
-    for (int i = thread; !whole && i < stretches; i += 1024) { // of few sequences: more of them are not cut
+    bool const ordered = plan.count <= delta_plan::most_ordered; // more fill a GPU in any order, and that takes long
+    for (int i = thread; !whole && i < stretches; i += 1024) {
         int const s = last_at_or_before(i, plan.count, [&](int other) { return plan.sequences[other].first_stretch; });
         int const stretch = i - plan.sequences[s].first_stretch;
+        if (!ordered) {
+            plan.stretches[i] = {s, stretch, plan.sequences[s]};
+            continue;
+        }
         // Last stretches have even times, the others odd ones; at one time the sequences' order counts.
         auto const time_of_last = [&](int stretches) { return 2 * plan.cut.turn_of_last(shares, stretches); };
         int const own = plan.sequences[s].stretches;

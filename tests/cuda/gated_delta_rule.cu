@@ -753,6 +753,38 @@ TEST_SUITE("cuda") {
         }
     }
 
+    TEST_CASE("no room is named for sizes that no call takes") { // without a GPU, too
+        auto const refused = [](std::initializer_list<std::string> words, gpu::gated_delta_rule_shape const& shape,
+                                index_t tokens, index_t sequences) {
+            auto const rejects = [&](char const* name, auto&& f) {
+                std::vector<std::string> all(words);
+                all.insert(all.end(), {"gated_delta_rule.cu", name});
+                support::rejects(all, f);
+            };
+            rejects("gated_delta_rule_workspace",
+                    [&] { static_cast<void>(gpu::gated_delta_rule_workspace<float>(shape, tokens, sequences)); });
+            rejects("gated_delta_rule_backward_workspace", [&] {
+                static_cast<void>(gpu::gated_delta_rule_backward_workspace<float>(shape, tokens, sequences));
+            });
+            rejects("gated_delta_rule_saved",
+                    [&] { static_cast<void>(gpu::gated_delta_rule_saved<float>(shape, tokens, sequences)); });
+            rejects("gated_delta_rule_fold_workspace",
+                    [&] { static_cast<void>(gpu::gated_delta_rule_fold_workspace<float>(shape, tokens, sequences)); });
+        };
+        refused({"tokens: expected at least 0, got -1"}, {}, -1, 1);
+        refused({"tokens: expected less than 2^31 - 128, got 2147483520"}, {}, 2147483520, 1);
+        refused({"sequences: expected from 0 to 65535, got -5"}, {}, 10, -5);
+        refused({"sequences", "got 65536"}, {}, 10, 65536);
+        refused({"key heads: expected at least 1, got 0"}, {.key_heads = 0}, 10, 1);
+        refused({"value heads: expected at least 1, got 0"}, {.value_heads = 0}, 10, 1);
+        refused({"value heads: expected a multiple of the key heads, 2, got 3"}, {2, 3}, 10, 1);
+        refused({"value heads: expected at most 65535, got 1099511627776"}, {1, index_t{1} << 40}, 10, 1);
+        refused({"key_dim: expected from 1 to 256, got 257"}, {.key_dim = 257}, 10, 1);
+        refused({"value_dim: expected from 1 to 65536, got 0"}, {.value_dim = 0}, 10, 1);
+        refused({"stretch"}, {.stretch = -1}, 10, 1);
+        CHECK(gpu::gated_delta_rule_workspace<float>({}, 0, 0) > 0);
+    }
+
     TEST_CASE("a gated delta rule refuses what does not fit before anything is launched") {
         if (!has_gpus()) return;
         auto const p = make<float>({10}, 1, 1, 8, 8, kind::mild, 1);

@@ -290,7 +290,7 @@ TEST_SUITE("cuda") {
             return other;
         };
         using support::rejects;
-        rejects({"cuda::gated_delta_rule: value heads", "a multiple of the key heads, 2"},
+        rejects({"cuda::gated_delta_rule_workspace: value heads", "a multiple of the key heads, 2"},
                 [&] { on_gpu<float>(changed([](problem& o) { o.shape.key_heads = 2; }), false); });
         rejects({"key_dim", "from 1 to 256", "512"},
                 [&] { on_gpu<float>(changed([](problem& o) { o.shape.key_dim = 512; }), false); });

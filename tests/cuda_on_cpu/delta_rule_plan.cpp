@@ -6,6 +6,7 @@
 
 #include <doctest/doctest.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <stdexcept>
 #include <utility>
@@ -135,6 +136,28 @@ TEST_SUITE("cuda_on_cpu") {
                 }
     }
 
+    TEST_CASE("stretches of many sequences come one sequence after the other") {
+        constexpr auto most = static_cast<std::size_t>(kernels::delta_plan::most_ordered);
+        for (std::size_t const count : {most, most + 1, 3 * most}) {
+            std::vector<std::int64_t> tokens;
+            for (std::size_t s = 0; s < count; ++s)
+                tokens.push_back(s % 7 == 3 ? 64 * 40 : static_cast<std::int64_t>(s));
+            planned const p({16}, tokens);
+            std::vector<int> seen;
+            for (int i = 0, in_order = 0; i < p.totals[1]; ++i) {
+                auto const& found = p.stretches[static_cast<std::size_t>(i)];
+                REQUIRE(found.sequence >= 0);
+                auto const& sequence = p.sequences[static_cast<std::size_t>(found.sequence)];
+                CHECK((found.of == sequence));
+                seen.push_back(sequence.first_stretch + found.number);
+                in_order += seen.back() == i;
+                if (i + 1 == p.totals[1]) CHECK((in_order == p.totals[1]) == (count > most));
+            }
+            std::sort(seen.begin(), seen.end());
+            for (std::size_t i = 0; i < seen.size(); ++i) CHECK(seen[i] == static_cast<int>(i)); // each one once
+        }
+    }
+
     TEST_CASE("a batch for which there is no room traps before it is written elsewhere") {
         kernels::delta_cut const cut{16, 0, 132, 32, 2};
         std::vector<std::int64_t> const tokens{64 * 100, 0, 1, 64 * 16};
@@ -142,7 +165,12 @@ TEST_SUITE("cuda_on_cpu") {
         CHECK(fits.totals[0] == 117);
         CHECK_THROWS_WITH_AS(planned(cut, tokens, 1), "thread 3: trap", std::logic_error); // a row too many
         CHECK_THROWS_AS(planned(cut, {64, -65}), std::logic_error);                        // before the first
-        std::vector<std::int64_t> const all(4, 64 * 100);                                  // that overlap
+        CHECK_THROWS_AS(planned(cut, {100, -50, 150}), std::logic_error);                  // back
+        CHECK_THROWS_AS(planned(cut, {100, 0, 0}, 0, {100, -1, 0}), std::logic_error);     // fewer than none
+        CHECK_THROWS_AS(planned(cut, {(std::int64_t{1} << 32) + 10, 10 - (std::int64_t{1} << 32)}), std::logic_error);
+        CHECK_THROWS_AS(planned(cut, {0, 0, 200}, 0, {200, 1, 0}), std::logic_error); // overlap by one, with room
+        CHECK(planned(cut, {0, 0, 200}, 0, {100, 0, 100}).totals[0] == 4);            // as many as there are
+        std::vector<std::int64_t> const all(4, 64 * 100);                             // that overlap
         CHECK_THROWS_AS(planned(cut, {0, 0, 0, 64 * 100}, 0, all), std::logic_error);
     }
 

@@ -30,7 +30,7 @@ enum class erases { no, yes };
 /// The sizes of a gated delta rule or of a decay a head, and how it is run.
 struct gated_delta_rule_shape {
     index_t key_heads = 1, value_heads = 1; ///< a multiple of the key heads: value head h reads key head h / group
-    index_t key_dim = 128, value_dim = 128; ///< at most 256, any
+    index_t key_dim = 128, value_dim = 128; ///< at most 256, and at most 65536
     std::optional<double> scale = {};       ///< factor of q; none: 1 / sqrt(key_dim)
     /// Chunks of 64 tokens that kernels run as one, a stretch of a sequence; 0: chosen. By scan, bits depend on it.
     index_t stretch = 0;
@@ -55,7 +55,8 @@ struct gated_delta_rule_input {
     /// `gated_delta_rule_saved` bytes at a multiple of 256, which a forward writes, of the chunks' inverses and gates,
     /// and the backward of the same inputs reads instead of making them again; empty: it makes them.
     std::span<char> saved{};
-    index_t saved_tokens = -1; ///< for which there is room: those of the sequences, at least; negative: all rows
+    /// For which there is room in `saved`: those of the sequences, at least, not 0; negative: all rows.
+    index_t saved_tokens = -1;
 };
 
 /// The gradients of a gated delta rule, of the same shapes; all written. Of a decay a head without dbeta.
@@ -154,16 +155,34 @@ inline void require_delta_tokens(char const* where, index_t tokens, caller here)
     require(tokens < (index_t{1} << 31) - 128, where, "tokens", "less than 2^31 - 128", tokens, here);
 }
 
-/// Throws `cpx::error` unless sizes make sense and the rows that are read fit them, among them beta if `Erases`.
-template <bool Erases, class In>
-void require_delta_rows(char const* where, gated_delta_rule_shape const& shape, In const& in, caller here) {
-    index_t const tokens = in.k.count();
+/// Throws `cpx::error` unless sizes make sense.
+inline void require_delta_shape(char const* where, gated_delta_rule_shape const& shape, caller here) {
     require(shape.key_heads >= 1, where, "key heads", "at least 1", shape.key_heads, here);
-    require(shape.value_heads >= 1 && shape.value_heads % shape.key_heads == 0, where, "value heads",
+    require(shape.value_heads >= 1, where, "value heads", "at least 1", shape.value_heads, here);
+    require(shape.value_heads <= 65535, where, "value heads", "at most 65535", shape.value_heads, here);
+    require(shape.value_heads % shape.key_heads == 0, where, "value heads",
             in_words("a multiple of the key heads, ", shape.key_heads), shape.value_heads, here);
     require(shape.key_dim >= 1 && shape.key_dim <= 256, where, "key_dim", "from 1 to 256", shape.key_dim, here);
     require(shape.value_dim >= 1 && shape.value_dim <= 65536, where, "value_dim", "from 1 to 65536", shape.value_dim,
             here);
+    require_stretch(shape, where, here);
+}
+
+/// The same of a call whose room is asked for.
+inline void require_delta_sizes(char const* where, gated_delta_rule_shape const& shape, index_t tokens,
+                                index_t sequences, caller here) {
+    require_delta_shape(where, shape, here);
+    require(tokens >= 0, where, "tokens", "at least 0", tokens, here);
+    require_delta_tokens(where, tokens, here);
+    require(sequences >= 0 && sequences <= static_cast<index_t>(delta_most_sequences), where, "sequences",
+            "from 0 to 65535", sequences, here);
+}
+
+/// Throws `cpx::error` unless sizes make sense and the rows that are read fit them, among them beta if `Erases`.
+template <bool Erases, class In>
+void require_delta_rows(char const* where, gated_delta_rule_shape const& shape, In const& in, caller here) {
+    index_t const tokens = in.k.count();
+    require_delta_shape(where, shape, here);
     require_delta_tokens(where, tokens, here);
     index_t const keys = shape.key_heads * shape.key_dim, values = shape.value_heads * shape.value_dim;
     require_rows(where, {{"q", in.q, tokens, keys}, {"k", in.k, tokens, keys}, {"v", in.v, tokens, values}}, here);
@@ -179,10 +198,8 @@ template <bool Erases, class T>
 void require_delta_input(char const* where, gated_delta_rule_shape const& shape, gated_delta_rule_input<T> const& in,
                          caller here) {
     require_delta_rows<Erases>(where, shape, in, here);
-    require_stretch(shape, where, here);
     require(Erases || in.saved.empty(), where, "saved", "none, for there are no inverses where nothing is erased",
             in.saved.size(), here);
-    require(shape.value_heads <= 65535, where, "value heads", "at most 65535", shape.value_heads, here);
     require(!in.offsets.empty() && in.offsets.size() <= delta_most_sequences + 1, where, "size of offsets",
             "from 1 to 65536", in.offsets.size(), here);
     require(in.first.empty() || in.first.size() + 1 == in.offsets.size(), where, "size of first", in.offsets.size() - 1,

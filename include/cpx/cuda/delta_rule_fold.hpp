@@ -48,16 +48,18 @@ delta_rule_path run_delta_fold_back(delta_call<Erases, T> const& of, rows<T cons
 
 /// Returns the bytes of workspace that `gated_delta_rule_fold` and its backward want.
 template <gpu_number T, erases Of = erases::yes>
-index_t gated_delta_rule_fold_workspace(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences) {
+index_t gated_delta_rule_fold_workspace(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences,
+                                        caller here = caller::here()) {
+    detail::require_delta_sizes("cuda::gated_delta_rule_fold_workspace", shape, tokens, sequences, here);
     return detail::delta_fold_space<Of == erases::yes, T>(shape, tokens, sequences).bytes;
 }
 
 /// Computes the step S -> M S + E that every sequence, here a segment of one, makes of the state before it.
 ///
-/// `in` as in `gated_delta_rule`; its q and state are not read. maps: (sequences, value heads, Dk, Dk), the M, or of
-/// `erases::no` (sequences, value heads), the products of decays; ends: (sequences, value heads, Dk, Dv), the E; both
-/// written, M the identity and E zeros for no tokens. workspace: device memory at a multiple of 256 bytes. No result
-/// overlaps anything else. Can be captured.
+/// `in` as in `gated_delta_rule`, with nothing `saved`; its q, which has its shape all the same, and its state are not
+/// read. maps: (sequences, value heads, Dk, Dk), the M, or of `erases::no` (sequences, value heads), the products of
+/// decays; ends: (sequences, value heads, Dk, Dv), the E; both written, M the identity and E zeros for no tokens.
+/// workspace: device memory at a multiple of 256 bytes. No result overlaps anything else. Can be captured.
 ///
 /// Returns the path it took, as `gated_delta_rule` does. On tensor cores the columns of M and E are states like any
 /// other, with operands of bfloat16: within rounding of the state that `gated_delta_rule` hands on.
@@ -72,6 +74,7 @@ delta_rule_path gated_delta_rule_fold(gated_delta_rule_shape const& shape,
     constexpr bool Erases = Of == erases::yes;
     char const* const where = "cuda::gated_delta_rule_fold";
     require_delta_input<Erases>(where, shape, in, here);
+    require(in.saved.empty(), where, "saved", "none", in.saved.size(), here);
     index_t const tokens = in.k.count(), sequences = std::ssize(in.offsets) - 1;
     auto const require_all = [&](char const* what, std::span<float> states, index_t elements) {
         index_t const wanted = sequences * shape.value_heads * elements;
@@ -89,8 +92,8 @@ delta_rule_path gated_delta_rule_fold(gated_delta_rule_shape const& shape,
 /// Computes what the outputs of every segment alone make the gradient of the state before it: M^T dS + this is that
 /// gradient, where dS is the gradient of the state after the segment.
 ///
-/// dout: the gradients of o; `in.v` and `in.state` are not read. dstates: (sequences, value heads, Dk, Dv), written;
-/// the rest as in the fold.
+/// dout: the gradients of o; `in.v`, which has its shape all the same, and `in.state` are not read. dstates:
+/// (sequences, value heads, Dk, Dv), written; the rest as in the fold.
 template <gpu_number T, erases Of = erases::yes>
 delta_rule_path gated_delta_rule_backward_fold(gated_delta_rule_shape const& shape,
                                                std::type_identity_t<gated_delta_rule_input<T>> const& in,
@@ -100,6 +103,7 @@ delta_rule_path gated_delta_rule_backward_fold(gated_delta_rule_shape const& sha
     constexpr bool Erases = Of == erases::yes;
     char const* const where = "cuda::gated_delta_rule_backward_fold";
     require_delta_input<Erases>(where, shape, in, here);
+    require(in.saved.empty(), where, "saved", "none", in.saved.size(), here);
     index_t const tokens = in.k.count(), sequences = std::ssize(in.offsets) - 1;
     require_rows(where, {{"dout", dout, tokens, shape.value_heads * shape.value_dim}}, here);
     require(!dstates.empty() || sequences == 0, where, "dstates", "one for each sequence", "none", here);

@@ -53,7 +53,7 @@ kernels::delta_head_rows delta_view(rows<T> r, index_t dim) {
 template <class Call, class... P>
 void launch_hopper(Call const& of, char const* what, int cluster, void (*kernel)(P...), index_t blocks, int threads,
                    std::size_t shared, std::type_identity_t<P> const&... arguments) {
-    require(blocks < index_t{1} << 31, "cuda::gated_delta_rule", "blocks", "less than 2^31", blocks, of.here);
+    require(blocks < index_t{1} << 31, what, "blocks", "less than 2^31", blocks, of.here);
     launch_early(cluster, kernel, dims(blocks), dims(threads), shared, of.stream, what, of.here, arguments...);
 }
 template <class Call, class... P>
@@ -84,12 +84,12 @@ kernels::delta_walk delta_walk_of(delta_call<Erases, T> const& of) {
 /// Launches what comes before all others: the plan and, unless they are made, inverses and gates.
 template <bool Erases, class T>
 void launch_delta_prepared(delta_call<Erases, T> const& of, kernels::delta_walk const& walk, bool made = false) {
+    auto const keys = panels_of(of.in.k, of.shape.key_dim, of.here); // before anything is launched: a driver may refuse
     of.make_plan();
     if (made) return;
     launch_hopper(of, "delta_rule_prep", kernels::delta_rule_prep<Erases>,
                   of.space.chunks * kernels::delta_prep_blocks(walk.key_heads, walk.group), 128,
-                  Erases ? sizeof(kernels::delta::prep_memory) : sizeof(kernels::delta::prep_gates),
-                  panels_of(of.in.k, of.shape.key_dim, of.here),
+                  Erases ? sizeof(kernels::delta::prep_memory) : sizeof(kernels::delta::prep_gates), keys,
                   kernels::delta_prep_input{of.segments(), walk.plan, delta_view(of.in.g), delta_view(of.in.beta),
                                             walk.key_heads, walk.group},
                   walk.prepared);

@@ -28,16 +28,25 @@ void run_delta_step(gated_delta_rule_shape const& shape, gated_delta_rule_step_i
                     std::span<float> states, cudaStream_t stream, caller here) {
     index_t const count = in.k.count();
     if (count == 0) return;
+    index_t const count_of_states = std::ssize(states) / (shape.value_heads * shape.key_dim * shape.value_dim);
+    kernels::delta_decode<T> const read{delta_view(in.q),
+                                        delta_view(in.k),
+                                        delta_view(in.v),
+                                        delta_view(in.g),
+                                        delta_view(in.beta),
+                                        in.slots.empty() ? nullptr : in.slots.data(),
+                                        count_of_states,
+                                        static_cast<int>(shape.key_heads),
+                                        static_cast<int>(shape.value_heads / shape.key_heads),
+                                        static_cast<int>(shape.key_dim),
+                                        static_cast<int>(shape.value_dim),
+                                        delta_scale_of(shape),
+                                        Erases};
     auto const launch = [&](auto keys, auto channels) {
         constexpr index_t columns = 32 * channels;
-        auto const grid = dims(count, shape.value_heads, (shape.value_dim + columns - 1) / columns);
-        kernels::delta_rule_decode<T, keys, channels><<<grid, 256, 0, stream>>>(
-            {delta_view(in.q), delta_view(in.k), delta_view(in.v), delta_view(in.g), delta_view(in.beta),
-             in.slots.empty() ? nullptr : in.slots.data(), static_cast<int>(shape.key_heads),
-             static_cast<int>(shape.value_heads / shape.key_heads), static_cast<int>(shape.key_dim),
-             static_cast<int>(shape.value_dim), delta_scale_of(shape), Erases},
-            states.data(), delta_view(o));
-        check(cudaGetLastError(), "delta_rule_decode", here);
+        cuda::launch(kernels::delta_rule_decode<T, keys, channels>,
+                     dims(count, shape.value_heads, (shape.value_dim + columns - 1) / columns), 256, 0, stream,
+                     "delta_rule_decode", here, read, states.data(), delta_view(o));
     };
     bool const fours = shape.value_dim % 4 == 0 && address(states.data()) % 16 == 0;
     if (!fours)
@@ -55,7 +64,7 @@ void run_delta_step(gated_delta_rule_shape const& shape, gated_delta_rule_step_i
 /// o: (rows, value heads * Dv). states: (states, value heads, Dk, Dv), as many as rows where there are no slots. Of the
 /// shape stretch, scan and path have no effect. One kernel, token by token with float sums, of every size; it moves the
 /// states once there and back, and that is what it takes. The same inputs have the same bits, whatever the other rows.
-/// Can be captured; slots are read on the device.
+/// Can be captured; slots are read on the device, where one beyond the states traps: a CUDA error.
 ///
 /// Throws `cpx::error` on shapes that do not fit and memory of another device, before anything is launched.
 template <gpu_number T, erases Of = erases::yes>
@@ -74,7 +83,6 @@ void gated_delta_rule_step(gated_delta_rule_shape const& shape,
             "size of states", in.slots.empty() ? count * width : width, states.size(), here);
     require(in.slots.empty() || std::ssize(in.slots) == count, where, "size of slots", count, in.slots.size(), here);
     require_memory(where, {{"states", states}, {"slots", in.slots}}, here);
-    require(shape.value_heads <= 65535, where, "value heads", "at most 65535", shape.value_heads, here);
     require_apart(where, std::array{operand("o", o), operand("states", states)},
                   std::array{operand("q", in.q), operand("k", in.k), operand("v", in.v), operand("g", in.g),
                              operand("beta", in.beta), operand("slots", in.slots)},

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cpx/core/elements.hpp>
+#include <cpx/cuda/launch.hpp>
 #include <cpx/cuda/memory.hpp>
 
 #include <cpx/elements.cuh>
@@ -16,8 +17,8 @@ void for_each_element(memory const& in, index_t count, index_t width, F const& f
     index_t const blocks = (cpx::detail::product("for_each_element", "elements", {count, width}, here) + 255) / 256;
     require(blocks < index_t{1} << 31, "for_each_element", "elements", "less than 2^39", count * width, here);
     if (blocks == 0) return;
-    kernels::each_element<<<static_cast<unsigned>(blocks), 256, 0, in.stream()>>>(count, width, f);
-    check(cudaGetLastError(), "for_each_element", here);
+    launch(kernels::each_element<F>, detail::dims(blocks), 256, 0, in.stream(), "for_each_element", here, count, width,
+           f);
 }
 
 } // namespace cpx::cuda

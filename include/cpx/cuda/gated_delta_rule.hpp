@@ -15,6 +15,7 @@ template <class T>
 void require_saved(char const* where, gated_delta_rule_shape const& shape, gated_delta_rule_input<T> const& in,
                    caller here) {
     if (in.saved.empty()) return;
+    require(in.saved_tokens != 0, where, "saved_tokens", "some, where there is something saved", 0, here);
     index_t const bytes = delta_saved_space<T>(shape, delta_saved_tokens(in), std::ssize(in.offsets) - 1).bytes;
     require_bytes(where, "saved", bytes, in.saved, here);
 }
@@ -50,23 +51,28 @@ delta_rule_path run_delta_backward(delta_call<Erases, T> const& of, rows<T const
 } // namespace detail
 
 /// Returns the bytes of workspace that a forward wants, of `tokens` rows in `sequences`, whatever the path; `saved`: if
-/// it is given `gated_delta_rule_input::saved`.
+/// it is given `gated_delta_rule_input::saved`. On another model of GPU, or with another `stretch`, `scan` or `path`,
+/// it may want others. Throws `cpx::error` on sizes that no call takes.
 template <gpu_number T, erases Of = erases::yes>
 index_t gated_delta_rule_workspace(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences,
-                                   bool saved = false) {
+                                   bool saved = false, caller here = caller::here()) {
+    detail::require_delta_sizes("cuda::gated_delta_rule_workspace", shape, tokens, sequences, here);
     return detail::delta_forward_space<Of == erases::yes, T>(shape, tokens, sequences, saved).bytes;
 }
 
 /// The same of a backward.
 template <gpu_number T, erases Of = erases::yes>
 index_t gated_delta_rule_backward_workspace(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences,
-                                            bool saved = false) {
+                                            bool saved = false, caller here = caller::here()) {
+    detail::require_delta_sizes("cuda::gated_delta_rule_backward_workspace", shape, tokens, sequences, here);
     return detail::delta_backward_space<Of == erases::yes, T>(shape, tokens, sequences, saved).bytes;
 }
 
 /// Returns the bytes that a forward may save for the backward, some 88 a token and value head; 0 on the plain path.
 template <gpu_number T>
-index_t gated_delta_rule_saved(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences) {
+index_t gated_delta_rule_saved(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences,
+                               caller here = caller::here()) {
+    detail::require_delta_sizes("cuda::gated_delta_rule_saved", shape, tokens, sequences, here);
     return detail::delta_saved_space<T>(shape, tokens, sequences).bytes;
 }
 
@@ -74,13 +80,18 @@ index_t gated_delta_rule_saved(gated_delta_rule_shape const& shape, index_t toke
 ///
 ///     S_t = exp(g_t) (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T,    o_t = scale S_t^T q_t
 ///
-/// and of `erases::no` S_t = exp(g_t) S_{t-1} + k_t v_t^T.
+/// and of `erases::no` S_t = exp(g_t) S_{t-1} + k_t v_t^T: the gated delta rule (Yang, Kautz and Hatamizadeh 2024,
+/// arXiv 2412.06464), and Mamba-2 or lightning attention. `rowwise::delta_gates` makes g of parameters,
+/// -exp(a_log) softplus(a + dt_bias), and beta.
 ///
 /// o: (tokens, value heads * Dv). last: (sequences, value heads, Dk, Dv), the states after the sequences, or empty.
 /// workspace: device memory at a multiple of 256 bytes. No result overlaps anything else.
 ///
-/// Offsets are read on the device: the call can be captured, and replayed with another packing of as many sequences. A
-/// sequence beyond the rows, or sequences that overlap so that they are more than all rows, trap: a CUDA error.
+/// Offsets are read on the device: the call can be captured, and replayed with another packing of as many sequences.
+/// Offsets that go back, sequences beyond the rows, and ones that together have more than all rows, as they overlap,
+/// trap: a CUDA error. At most 65535 sequences and value heads, and less than 2^31 - 128 rows. On tensor cores 64
+/// tokens of a value head of 128 channels take some 10 MFLOP, and 32 in the backward.
+///
 /// Returns the path it took: tensor cores want sm_90a's code and GPUs, CUTLASS's headers, bfloat16, Dk and Dv multiples
 /// of 8 up to 128, which they fill up with zeros, and rows at multiples of 16 bytes. There, to cut a sequence at a
 /// multiple of 64 tokens and to hand the state on changes no bit, nor do the other sequences, which may hold NaN.
