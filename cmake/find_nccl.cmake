@@ -1,26 +1,21 @@
 # Looks for NCCL, where cpx is built and where its package is found: in NCCL_ROOT alone, an installation or the folder
 # nvidia/nccl of a wheel, if that is given, so that headers and library are of one NCCL; else beside the files of CUDA,
-# whose toolkit its caller has found. Makes the target cpx::libnccl, or sets cpx_nccl_missing to what was not found.
+# whose toolkit its caller has found. NCCL_INCLUDE_DIR and NCCL_LIBRARY, if they are given, are taken as they are. Makes
+# the target cpx::libnccl, or sets cpx_nccl_missing to what was not found. Nothing is cached: a root may change.
 set(cpx_nccl_root "${NCCL_ROOT}")
 if(NOT cpx_nccl_root)
     set(cpx_nccl_root "$ENV{NCCL_ROOT}")
 endif()
-if(DEFINED CACHE{cpx_nccl_found_in} AND NOT cpx_nccl_found_in STREQUAL cpx_nccl_root) # another one than before
-    unset(NCCL_INCLUDE_DIR CACHE)
-    unset(NCCL_LIBRARY CACHE)
-endif()
-set(cpx_nccl_found_in "${cpx_nccl_root}" CACHE INTERNAL "NCCL_ROOT, as it was when NCCL was looked for")
 set(cpx_nccl_place)
 if(cpx_nccl_root)
     set(cpx_nccl_place " in NCCL_ROOT, ${cpx_nccl_root}")
-    find_path(NCCL_INCLUDE_DIR nccl_device.h PATHS ${cpx_nccl_root} PATH_SUFFIXES include NO_DEFAULT_PATH)
-    find_library(NCCL_LIBRARY NAMES nccl libnccl.so.2 NAMES_PER_DIR PATHS ${cpx_nccl_root}
+    find_path(NCCL_INCLUDE_DIR nccl_device.h NO_CACHE PATHS ${cpx_nccl_root} PATH_SUFFIXES include NO_DEFAULT_PATH)
+    find_library(NCCL_LIBRARY NAMES nccl libnccl.so.2 NAMES_PER_DIR NO_CACHE PATHS ${cpx_nccl_root}
         PATH_SUFFIXES lib lib64 lib/${CMAKE_LIBRARY_ARCHITECTURE} NO_DEFAULT_PATH)
 else()
-    find_path(NCCL_INCLUDE_DIR nccl_device.h HINTS ${CUDAToolkit_INCLUDE_DIRS})
-    find_library(NCCL_LIBRARY nccl HINTS ${CUDAToolkit_LIBRARY_DIR} ${CUDAToolkit_LIBRARY_ROOT}/lib64)
+    find_path(NCCL_INCLUDE_DIR nccl_device.h NO_CACHE HINTS ${CUDAToolkit_INCLUDE_DIRS})
+    find_library(NCCL_LIBRARY nccl NO_CACHE HINTS ${CUDAToolkit_LIBRARY_DIR} ${CUDAToolkit_LIBRARY_ROOT}/lib64)
 endif()
-mark_as_advanced(NCCL_INCLUDE_DIR NCCL_LIBRARY)
 
 set(cpx_nccl_missing)
 if(NOT NCCL_INCLUDE_DIR)

@@ -256,7 +256,7 @@ static __global__ void __launch_bounds__(1024, 1) delta_rule_plan(delta_segments
     bool const whole = stretches == plan.count; // a sequence has one at least
     if (whole)
         for (int i = thread; i < stretches; i += 1024) plan.stretches[i] = {i, 0, plan.sequences[i]};
-    bool const ordered = plan.count <= delta_plan::most_ordered; // more fill a GPU in any order, and that takes long
+    bool const ordered = plan.count <= delta_plan::most_ordered; // of more it takes long, and matters little
     for (int i = thread; !whole && i < stretches; i += 1024) {
         int const s = last_at_or_before(i, plan.count, [&](int other) { return plan.sequences[other].first_stretch; });
         int const stretch = i - plan.sequences[s].first_stretch;

@@ -165,13 +165,13 @@ inline void require_delta_shape(char const* where, gated_delta_rule_shape const&
     require(shape.key_dim >= 1 && shape.key_dim <= 256, where, "key_dim", "from 1 to 256", shape.key_dim, here);
     require(shape.value_dim >= 1 && shape.value_dim <= 65536, where, "value_dim", "from 1 to 65536", shape.value_dim,
             here);
-    require_stretch(shape, where, here);
 }
 
 /// The same of a call whose room is asked for.
 inline void require_delta_sizes(char const* where, gated_delta_rule_shape const& shape, index_t tokens,
                                 index_t sequences, caller here) {
     require_delta_shape(where, shape, here);
+    require_stretch(shape, where, here);
     require(tokens >= 0, where, "tokens", "at least 0", tokens, here);
     require_delta_tokens(where, tokens, here);
     require(sequences >= 0 && sequences <= static_cast<index_t>(delta_most_sequences), where, "sequences",
@@ -198,6 +198,7 @@ template <bool Erases, class T>
 void require_delta_input(char const* where, gated_delta_rule_shape const& shape, gated_delta_rule_input<T> const& in,
                          caller here) {
     require_delta_rows<Erases>(where, shape, in, here);
+    require_stretch(shape, where, here);
     require(Erases || in.saved.empty(), where, "saved", "none, for there are no inverses where nothing is erased",
             in.saved.size(), here);
     require(!in.offsets.empty() && in.offsets.size() <= delta_most_sequences + 1, where, "size of offsets",

@@ -84,9 +84,9 @@ kernels::delta_walk delta_walk_of(delta_call<Erases, T> const& of) {
 /// Launches what comes before all others: the plan and, unless they are made, inverses and gates.
 template <bool Erases, class T>
 void launch_delta_prepared(delta_call<Erases, T> const& of, kernels::delta_walk const& walk, bool made = false) {
-    auto const keys = panels_of(of.in.k, of.shape.key_dim, of.here); // before anything is launched: a driver may refuse
+    if (made) return of.make_plan();
+    auto const keys = panels_of(of.in.k, of.shape.key_dim, of.here); // before anything is launched: a driver may lack it
     of.make_plan();
-    if (made) return;
     launch_hopper(of, "delta_rule_prep", kernels::delta_rule_prep<Erases>,
                   of.space.chunks * kernels::delta_prep_blocks(walk.key_heads, walk.group), 128,
                   Erases ? sizeof(kernels::delta::prep_memory) : sizeof(kernels::delta::prep_gates), keys,

@@ -88,8 +88,8 @@ index_t gated_delta_rule_saved(gated_delta_rule_shape const& shape, index_t toke
 /// workspace: device memory at a multiple of 256 bytes. No result overlaps anything else.
 ///
 /// Offsets are read on the device: the call can be captured, and replayed with another packing of as many sequences.
-/// Offsets that go back, sequences beyond the rows, and ones that together have more than all rows, as they overlap,
-/// trap: a CUDA error. At most 65535 sequences and value heads, and less than 2^31 - 128 rows. On tensor cores 64
+/// Offsets that go back or are negative, sequences beyond the rows, and ones that together have more than all rows, as
+/// they overlap, trap: a CUDA error. At most 65535 sequences and value heads, and less than 2^31 - 128 rows. On tensor cores 64
 /// tokens of a value head of 128 channels take some 10 MFLOP, and 32 in the backward.
 ///
 /// Returns the path it took: tensor cores want sm_90a's code and GPUs, CUTLASS's headers, bfloat16, Dk and Dv multiples

@@ -37,7 +37,7 @@ void with_delta_rule(device_group& g, carry_value const& carry, state_call const
         using S = std::remove_cvref_t<decltype(plan.sharding)>;
         index_t const heads = plan.sharding.heads(plan.rank, c.value_heads).size();
         auto const kept = [&](index_t segments, index_t tokens) {
-            return cuda::gated_delta_rule_saved<T>({1, heads, c.key_dim, c.value_dim}, tokens, segments);
+            return cuda::detail::delta_saved_space<T>({1, heads, c.key_dim, c.value_dim}, tokens, segments).bytes;
         };
         cpx::recurrence_saved<T, cuda::memory> saved;
         if (c.starts)

@@ -31,6 +31,8 @@ public:
         require(heads.key_dim <= 256, where, "key_dim", "from 1 to 256, of tensors on devices", heads.key_dim, here);
         require(heads.value_dim <= 65536, where, "value_dim", "from 1 to 65536, of tensors on devices", heads.value_dim,
                 here);
+        require(heads.value_heads <= 65535, where, "value heads", "at most 65535, of tensors on devices",
+                heads.value_heads, here);
     }
     template <carry_kind How, any_sharding S>
     void check_rank(char const* where, carry_plan<How, S> const& plan, bool backward, caller here) const {
@@ -44,7 +46,7 @@ public:
     index_t kept_bytes(X const& x, O const& o, index_t segments, index_t tokens) const {
         auto const in = input({}, x, {});
         bool const keeps = Erases && cuda::detail::in_panels(in.q, in.k, in.v, o.data());
-        return keeps ? cuda::gated_delta_rule_saved<T>(shape_of(in), tokens, segments) : 0;
+        return keeps ? cuda::detail::delta_saved_space<T>(shape_of(in), tokens, segments).bytes : 0;
     }
     // It is given what `check_on_device` has seen, and states and lists that `device_states` has made.
     template <class X, class O>

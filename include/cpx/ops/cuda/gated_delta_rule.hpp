@@ -5,7 +5,8 @@
 // and o may be float, bfloat16 or half; gates, states and sums are float, steps of `scan`, too; the chunk is 64. Where
 // sequences have a token at most and states before and after, but no backward, it is `cuda::gated_delta_rule_step`. On
 // `head_sharded` a rank holds whole groups of value heads, or some that read one key head and have no backward. Throws
-// for memory of another device or stream.
+// for memory of another device or stream, key_dim above 256, value_dim above 65536, a chunk that is not 64, and more
+// than 65535 value heads, or segments of a rank that run together.
 #pragma once
 
 #include <cpx/cuda/head_norm.hpp>
