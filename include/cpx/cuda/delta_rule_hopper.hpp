@@ -85,7 +85,7 @@ kernels::delta_walk delta_walk_of(delta_call<Erases, T> const& of) {
 template <bool Erases, class T>
 void launch_delta_prepared(delta_call<Erases, T> const& of, kernels::delta_walk const& walk, bool made = false) {
     if (made) return of.make_plan();
-    auto const keys = panels_of(of.in.k, of.shape.key_dim, of.here); // before anything is launched: a driver may lack it
+    auto const keys = panels_of(of.in.k, of.shape.key_dim, of.here); // before a launch: a driver may lack it
     of.make_plan();
     launch_hopper(of, "delta_rule_prep", kernels::delta_rule_prep<Erases>,
                   of.space.chunks * kernels::delta_prep_blocks(walk.key_heads, walk.group), 128,

@@ -89,8 +89,8 @@ index_t gated_delta_rule_saved(gated_delta_rule_shape const& shape, index_t toke
 ///
 /// Offsets are read on the device: the call can be captured, and replayed with another packing of as many sequences.
 /// Offsets that go back or are negative, sequences beyond the rows, and ones that together have more than all rows, as
-/// they overlap, trap: a CUDA error. At most 65535 sequences and value heads, and less than 2^31 - 128 rows. On tensor cores 64
-/// tokens of a value head of 128 channels take some 10 MFLOP, and 32 in the backward.
+/// they overlap, trap: a CUDA error. At most 65535 sequences and value heads, and less than 2^31 - 128 rows. On tensor
+/// cores 64 tokens of a value head of 128 channels take some 10 MFLOP, and 32 in the backward.
 ///
 /// Returns the path it took: tensor cores want sm_90a's code and GPUs, CUTLASS's headers, bfloat16, Dk and Dv multiples
 /// of 8 up to 128, which they fill up with zeros, and rows at multiples of 16 bytes. There, to cut a sequence at a
