@@ -29,16 +29,16 @@ class DeltaRule(ctypes.Structure):
     """As in library.cu."""
 
     _fields_ = ([(name, ctypes.c_void_p) for name in ("q", "k", "v", "g", "beta", "offsets")]
-                + [(name, ctypes.c_int64) for name in ("tokens", "sequences", "key_heads", "value_heads", "dim")]
+                + [(name, ctypes.c_int64) for name in ("tokens", "sequences", "key_heads", "value_heads", "dim", "scan")]
                 + [(name, ctypes.c_void_p) for name in ("saved", "workspace", "stream")])
 
 
 class Problem:
-    """Tensors (tokens, heads, channels), q and k normalised; gates (tokens, value heads)."""
+    """Tensors (tokens, heads, channels), q and k normalised; gates (tokens, value heads). `scan`: cpx's forward does."""
 
-    def __init__(self, lengths, key_heads, value_heads, gates):
+    def __init__(self, lengths, key_heads, value_heads, gates, scan=False):
         torch.manual_seed(3)
-        self.lengths, tokens = lengths, sum(lengths)
+        self.lengths, self.scan, tokens = lengths, scan, sum(lengths)
         self.offsets = torch.tensor([0] + lengths).cumsum(0).cuda()
         random = lambda *shape: torch.randn(*shape, device="cuda")
         normalised = lambda x: torch.nn.functional.normalize(x, dim=-1).bfloat16()
@@ -76,13 +76,13 @@ def ours(library):
     def make(p):
         tokens, key_heads, value_heads = p.q.shape[0], p.q.shape[1], p.v.shape[1]
         sizes = (ctypes.c_int64 * 3)()
-        must(library.cpx_delta_rule_bytes(tokens, len(p.lengths), key_heads, value_heads, DIM, sizes) == 0)
+        must(library.cpx_delta_rule_bytes(tokens, len(p.lengths), key_heads, value_heads, DIM, p.scan, sizes) == 0)
         room = lambda size: torch.empty(max(size, 1), dtype=torch.uint8, device="cuda")
         workspace, saved = room(max(sizes[0], sizes[1])), room(sizes[2])
         results = [torch.full_like(x, float("nan")) for x in (p.v, p.q, p.k, p.v, p.g, p.beta)]
         pointer = torch.Tensor.data_ptr
         of = DeltaRule(*(pointer(x) for x in (*p.inputs(), p.offsets)), tokens, len(p.lengths), key_heads, value_heads,
-                       DIM, None, pointer(workspace), torch.cuda.current_stream().cuda_stream)
+                       DIM, p.scan, None, pointer(workspace), torch.cuda.current_stream().cuda_stream)
         keeping = DeltaRule.from_buffer_copy(of)
         keeping.saved = pointer(saved) if sizes[2] else None
         held = workspace, saved  # as long as what is returned
@@ -165,7 +165,7 @@ def compare_errors(members):
 
 def main():
     pointer, integer, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
-    library = load(PROGRAM, (("cpx_delta_rule_bytes", integer, [size] * 5 + [pointer]),
+    library = load(PROGRAM, (("cpx_delta_rule_bytes", integer, [size] * 6 + [pointer]),
                              ("cpx_delta_rule_forward", integer, [pointer] * 2),
                              ("cpx_delta_rule_backward", integer, [pointer] * 7)))
     members = {"cpx": ours(library)}
@@ -176,17 +176,18 @@ def main():
         except (ImportError, OSError) as e:  # of a library that it wants
             print(f"{name} skipped: {package}: {e}")
     right, forward_alone = compare_errors(members)
-    print(f"\n{'ms, 16/32 heads of 128':30s}" + "".join(f"{name:>10s}" for name in members))
-    for lengths in ([32768], [8192] * 4, [8192], [131072]):
+    print(f"\n{'ms, heads of 128':36s}" + "".join(f"{name:>10s}" for name in members))
+    for lengths, heads, scan in (([32768], (16, 32), False), ([8192] * 4, (16, 32), False), ([8192], (16, 32), False),
+                                 ([131072], (16, 32), False), ([32768], (2, 8), True)):
         for gates in ("mild", "strong", "none"):
-            p = Problem(lengths, 16, 32, gates)
+            p = Problem(lengths, *heads, gates, scan)
             made = {name: make(p) for name, make in members.items()}
             for direction, what in enumerate(("forward", "backward")):
                 taking_part = [name for name in made if direction == 0 or name not in forward_alone]
                 times = dict(zip(taking_part, median_ms([made[name][direction] for name in taking_part], 5, 9)))
-                work = f"{what} {len(lengths)} x {lengths[0]}, {gates}"
+                work = f"{what} {len(lengths)} x {lengths[0]}, {heads[0]}/{heads[1]}, {gates}"
                 columns = (f"{times[name]:10.3f}" if name in times else f"{'-':>10s}" for name in made)
-                print(f"{work:30s}" + "".join(columns), flush=True)
+                print(f"{work:36s}" + "".join(columns), flush=True)
             del p, made
             torch.cuda.empty_cache()
     sys.exit(0 if right else 1)

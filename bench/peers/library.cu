@@ -36,11 +36,15 @@ struct cpx_delta_rule {
     float const *g, *beta;
     std::int64_t const* offsets;
     std::int64_t tokens, sequences, key_heads, value_heads, dim;
-    char* saved; ///< null: nothing is saved
+    std::int64_t scan; ///< whether the forward scans
+    char* saved;       ///< null: nothing is saved
     char* workspace;
     cudaStream_t stream;
 
-    cpx::cuda::gated_delta_rule_shape shape() const { return {key_heads, value_heads, dim, dim}; }
+    cpx::cuda::gated_delta_rule_shape shape() const {
+        return {
+            .key_heads = key_heads, .value_heads = value_heads, .key_dim = dim, .value_dim = dim, .scan = scan != 0};
+    }
     std::int64_t saved_bytes() const {
         return saved ? cpx::cuda::gated_delta_rule_saved<element>(shape(), tokens, sequences) : 0;
     }
@@ -116,9 +120,10 @@ int cpx_conv_backward(void const* plan, element const* x, element const* weight,
 
 /// Writes the bytes that a gated delta rule wants: of its forward's workspace, of its backward's, and of what it saves.
 int cpx_delta_rule_bytes(std::int64_t tokens, std::int64_t sequences, std::int64_t key_heads, std::int64_t value_heads,
-                         std::int64_t dim, std::int64_t* bytes) {
+                         std::int64_t dim, std::int64_t scan, std::int64_t* bytes) {
     return guarded(1, [&] {
-        cpx::cuda::gated_delta_rule_shape const shape{key_heads, value_heads, dim, dim};
+        cpx::cuda::gated_delta_rule_shape const shape{
+            .key_heads = key_heads, .value_heads = value_heads, .key_dim = dim, .value_dim = dim, .scan = scan != 0};
         bytes[0] = cpx::cuda::gated_delta_rule_workspace<element>(shape, tokens, sequences);
         bytes[1] = cpx::cuda::gated_delta_rule_backward_workspace<element>(shape, tokens, sequences);
         bytes[2] = cpx::cuda::gated_delta_rule_saved<element>(shape, tokens, sequences);

@@ -4,6 +4,7 @@
 #include <cpx/ops/local/delta_rule.hpp>
 #include <cpx/ops/local/linear_attention.hpp>
 
+#include "../../harness/graph.hpp"
 #include "gpus.hpp"
 #include "packed_heads.hpp"
 
@@ -11,6 +12,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cstdint>
 #include <span>
 #include <vector>
 
@@ -122,6 +124,43 @@ TEST_SUITE("cuda") {
         CHECK(std::isnan(o[2 * values])); // as it was
         for (index_t const slot : {1, 2, 5, 6, 8})
             CHECK(on_ranks::same_bits(slice(after, width, slot, slot + 1), slice(pool, width, slot, slot + 1)));
+    }
+
+    TEST_CASE("a captured step of decoding is replayed with other rows and slots") {
+        if (!has_gpus()) return;
+        using T = __nv_bfloat16;
+        gated_delta_rule_shape const shape{2, 4, 128, 128};
+        auto p = tokens<T>(5, shape, kind::mild, 6);
+        numbers const pool = tokens<T>(8, shape, kind::mild, 7).state;
+        buffer<float> const states = upload<float>(pool), direct = upload<float>(pool);
+        device_problem<T> const there{p};
+        buffer<T> const o = poisoned<T>(p.v.size());
+        std::vector<index_t> slots{0, 1, 2, 3, 4};
+        buffer<index_t> const slots_there{std::span<index_t const>(slots)};
+        auto const in = there.erasing();
+        gpu::stream const stream;
+        harness::graph const graph(stream, [&] {
+            gpu::gated_delta_rule_step<T>(p.shape, {in.q, in.k, in.v, in.g, in.beta, all(slots_there)},
+                                          rows<T>(o.data(), 5, p.values()), all(states), stream);
+        });
+        auto const put = [](auto const& to, auto const& from) {
+            gpu::check(cudaMemcpy(to.data(), from.data(), from.size() * sizeof(from[0]), cudaMemcpyHostToDevice),
+                       "cudaMemcpy");
+        };
+        for (auto const& next : {std::vector<index_t>{7, 0, -1, 3, 5}, {6, 7, 1, -1, 0}, {0, 1, 2, 3, 4}}) {
+            p = tokens<T>(5, shape, kind::mild, static_cast<std::uint64_t>(8 + next[0]));
+            put(there.q, convert<T>(p.q)), put(there.k, convert<T>(p.k)), put(there.v, convert<T>(p.v));
+            put(there.g, convert<float>(p.g)), put(there.beta, convert<float>(p.beta)), put(slots_there, next);
+            graph.launch(stream);
+            stream.synchronize();
+            auto const expected = on_gpu<T>(p, true, direct, next), got = widen(o.read());
+            for (std::size_t i = 0; i < next.size(); ++i)
+                if (next[i] >= 0) {
+                    auto const row = static_cast<index_t>(i);
+                    CHECK(on_ranks::same_rows(got, expected, p.values(), row, row + 1));
+                }
+            CHECK(on_ranks::same_bits(widen(states.read()), widen(direct.read())));
+        }
     }
 
     TEST_CASE("a step of decoding refuses what does not fit before anything is launched") {

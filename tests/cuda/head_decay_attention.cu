@@ -169,19 +169,14 @@ TEST_SUITE("cuda") {
                 CHECK(on_ranks::same_bits(cut.o, whole.o));
                 CHECK(on_ranks::same_bits(cut.last, whole.last));
             }
-            for (index_t row = 1100; row < 1177; ++row) {
-                for (auto* const rows : {&p.q, &p.k}) std::fill_n(rows->begin() + row * p.keys(), p.keys(), NAN);
-                for (auto* const rows : {&p.v, &p.dout}) std::fill_n(rows->begin() + row * p.values(), p.values(), NAN);
-                std::fill_n(p.g.begin() + row * p.shape.value_heads, p.shape.value_heads, NAN);
-            }
             p.shape.stretch = 3;
-            auto const beside = on_gpu<T>(p, true);
-            for (auto const& [first, last] : {std::pair<index_t, index_t>(0, 1100), {1177, 1477}}) {
-                CHECK(on_ranks::same_rows(beside.o, whole.o, p.values(), first, last));
-                CHECK(on_ranks::same_rows(beside.dq, whole.dq, p.keys(), first, last));
-                CHECK(on_ranks::same_rows(beside.dk, whole.dk, p.keys(), first, last));
-                CHECK(on_ranks::same_rows(beside.dv, whole.dv, p.values(), first, last));
-                CHECK(on_ranks::same_rows(beside.dg, whole.dg, p.shape.value_heads, first, last));
+            for (bool const scan : {false, true}) {
+                CAPTURE(scan);
+                p.shape.scan = scan;
+                auto const alone = scan ? on_gpu<T>(p, true) : whole;
+                auto beside = p;
+                make_nan(beside, 1);
+                check_others(p, 1, on_gpu<T>(beside, true), alone);
             }
         }
     }

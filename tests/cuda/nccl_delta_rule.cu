@@ -318,6 +318,13 @@ TEST_SUITE("cuda") {
             make<__nv_bfloat16>(lengths({200, 0, 311, 1, 64, 513}), {2, 4, 128, 128}, false, 6), 4.7e-3, 6e-3);
     }
 
+    TEST_CASE("the gated delta rule between GPUs of half precision, and of heads of 64 channels, is the host's") {
+        if (!has_gpus(2)) return;
+        check_problem<__half>(make<__half>(lengths({70, 0, 1, 130, 64, 211}), {2, 4, 40, 24}, true, 7), 6e-4, 6e-4);
+        check_problem<__nv_bfloat16>(make<__nv_bfloat16>(lengths({200, 0, 311, 1, 64}), {2, 4, 64, 64}, false, 8),
+                                     6.6e-3, 8.5e-3); // sqrt(2) times those of 128, whose roundings cancel more
+    }
+
     TEST_CASE("segments that are cut into stretches, whose tokens are remembered beyond these, are the host's") {
         if (!has_gpus(2)) return;
         for (bool const erases : {true, false}) {

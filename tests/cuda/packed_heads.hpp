@@ -10,6 +10,7 @@
 #include <ops/on_ranks.hpp>
 #include <support/random.hpp>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <span>
@@ -63,6 +64,7 @@ struct problem {
     index_t sequences() const { return std::ssize(offsets) - 1; }
     index_t keys() const { return shape.key_heads * shape.key_dim; }
     index_t values() const { return shape.value_heads * shape.value_dim; }
+    index_t state_size() const { return values() * shape.key_dim; } ///< of one sequence
 };
 
 template <class T>
@@ -219,6 +221,36 @@ inline bool same_gradients(results const& a, results const& b) {
     return on_ranks::same_bits(a.dq, b.dq) && on_ranks::same_bits(a.dk, b.dk) && on_ranks::same_bits(a.dv, b.dv) &&
            on_ranks::same_bits(a.dg, b.dg) && on_ranks::same_bits(a.dbeta, b.dbeta) &&
            on_ranks::same_bits(a.dstate, b.dstate);
+}
+
+/// Makes NaN of all that a sequence has, its states among it.
+inline void make_nan(problem& p, index_t sequence) {
+    auto const fill = [&](numbers& x, index_t width, index_t first, index_t last) {
+        if (!x.empty()) std::fill(x.begin() + width * first, x.begin() + width * last, NAN);
+    };
+    auto const first = p.offsets[static_cast<std::size_t>(sequence)],
+               last = p.offsets[static_cast<std::size_t>(sequence + 1)];
+    for (auto* const x : {&p.q, &p.k}) fill(*x, p.keys(), first, last);
+    for (auto* const x : {&p.v, &p.dout}) fill(*x, p.values(), first, last);
+    for (auto* const x : {&p.g, &p.beta}) fill(*x, p.shape.value_heads, first, last);
+    for (auto* const x : {&p.state, &p.dlast}) fill(*x, p.state_size(), sequence, sequence + 1);
+}
+/// Checks that all sequences but one have the same bits; of a forward alone, those of outputs and states.
+inline void check_others(problem const& p, index_t sequence, results const& got, results const& expected) {
+    auto const same = [&](char const* name, numbers results::*of, index_t width, index_t first, index_t last) {
+        auto const &a = got.*of, &b = expected.*of;
+        bool const none = a.empty() && b.empty();
+        CHECK_MESSAGE((none || on_ranks::same_rows(a, b, width, first, last)), std::string(name));
+    };
+    for (index_t n = 0; n < p.sequences(); ++n) {
+        if (n == sequence) continue;
+        index_t const first = p.offsets[static_cast<std::size_t>(n)], last = p.offsets[static_cast<std::size_t>(n + 1)];
+        same("o", &results::o, p.values(), first, last), same("last", &results::last, p.state_size(), n, n + 1);
+        same("dq", &results::dq, p.keys(), first, last), same("dk", &results::dk, p.keys(), first, last);
+        same("dv", &results::dv, p.values(), first, last), same("dg", &results::dg, p.shape.value_heads, first, last);
+        same("dbeta", &results::dbeta, p.shape.value_heads, first, last);
+        same("dstate", &results::dstate, p.state_size(), n, n + 1);
+    }
 }
 
 /// The rows of a tensor of `width`.

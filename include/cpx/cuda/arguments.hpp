@@ -47,11 +47,13 @@ int row_vector(X const&... x) {
     return vector_bytes({address(x.data())..., row_bytes(x)...});
 }
 
-/// Whether all these rows begin at multiples of 16 bytes, also those that would come after an only one: a rank's path,
-/// and so its bits, are not to depend on how many rows it has.
+/// Whether the copy engine takes all these rows, which begin at multiples of 16 bytes and less than 2^40 bytes from each
+/// other, also those that would come after an only one: a rank's path, and so its bits, are not to depend on how many
+/// rows it has.
 template <class... T>
 bool in_panels(rows<T>... x) {
-    return vector_bytes({address(x.data())..., (x.stride() * static_cast<index_t>(sizeof(T)))...}) == 16;
+    return ((x.stride() < (index_t{1} << 40) / static_cast<index_t>(sizeof(T))) && ...) &&
+           vector_bytes({address(x.data())..., (x.stride() * static_cast<index_t>(sizeof(T)))...}) == 16;
 }
 
 /// Calls `f` with how many columns of a head a lane has, as an std::integral_constant.
