@@ -182,7 +182,7 @@ def main():
         for gates in ("mild", "strong", "none"):
             p = Problem(lengths, *heads, gates, scan)
             made = {name: make(p) for name, make in members.items()}
-            for direction, what in enumerate(("forward", "backward")):
+            for direction, what in enumerate(("forward",) if scan else ("forward", "backward")):
                 taking_part = [name for name in made if direction == 0 or name not in forward_alone]
                 times = dict(zip(taking_part, median_ms([made[name][direction] for name in taking_part], 5, 9)))
                 work = f"{what} {len(lengths)} x {lengths[0]}, {heads[0]}/{heads[1]}, {gates}"
