@@ -29,12 +29,13 @@ class DeltaRule(ctypes.Structure):
     """As in library.cu."""
 
     _fields_ = ([(name, ctypes.c_void_p) for name in ("q", "k", "v", "g", "beta", "offsets")]
-                + [(name, ctypes.c_int64) for name in ("tokens", "sequences", "key_heads", "value_heads", "dim", "scan")]
+                + [(name, ctypes.c_int64)
+                   for name in ("tokens", "sequences", "key_heads", "value_heads", "dim", "scan")]
                 + [(name, ctypes.c_void_p) for name in ("saved", "workspace", "stream")])
 
 
 class Problem:
-    """Tensors (tokens, heads, channels), q and k normalised; gates (tokens, value heads). `scan`: cpx's forward does."""
+    """Tensors (tokens, heads, channels), q and k normalised; gates (tokens, value heads). `scan`: cpx does."""
 
     def __init__(self, lengths, key_heads, value_heads, gates, scan=False):
         torch.manual_seed(3)

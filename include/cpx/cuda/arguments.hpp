@@ -47,7 +47,7 @@ int row_vector(X const&... x) {
     return vector_bytes({address(x.data())..., row_bytes(x)...});
 }
 
-/// Whether the copy engine takes all these rows, which begin at multiples of 16 bytes and less than 2^40 bytes from each
+/// Whether the copy engine takes all these rows: they begin at multiples of 16 bytes, less than 2^40 bytes from each
 /// other, also those that would come after an only one: a rank's path, and so its bits, are not to depend on how many
 /// rows it has.
 template <class... T>
