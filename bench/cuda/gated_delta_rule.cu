@@ -27,12 +27,13 @@ struct work {
     gpu::delta_rule_path path = gpu::delta_rule_path::tensor_cores;
 };
 
-/// Returns the milliseconds that the design of the gated delta rule's forward has for it: first what inverses and gates
-/// move, as fast as a copy; then clocks of multiprocessors, at the device's highest rate, 3140 for a chunk's outputs of
+/// Returns the milliseconds that the design of the gated delta rule has for it. Of a backward: what it moves, as fast as
+/// a copy, and no less than 2500 clocks a chunk of a walk back. Of a forward: first what inverses and gates move, as fast
+/// as a copy; then clocks of multiprocessors, at the device's highest rate, 3140 for a chunk's outputs of
 /// a value head and twice 881 for its state, of which there are two halves. Where sequences and heads are enough each
 /// is one multiprocessor's, and no states come first. Else all multiprocessors share the work, and it takes no less
 /// than a walk with the state along a sequence.
-double designed_ms(work const& w, double rate) {
+double designed_ms(bool back, work const& w, double rate) {
     auto const attribute = [](cudaDeviceAttr which) {
         int value = 0;
         gpu::check(cudaDeviceGetAttribute(&value, which, gpu::current_device()), "cudaDeviceGetAttribute");
@@ -40,7 +41,12 @@ double designed_ms(work const& w, double rate) {
     };
     double const all = attribute(cudaDevAttrMultiProcessorCount), kilohertz = attribute(cudaDevAttrClockRate);
     double const heads = static_cast<double>(w.sequences * w.value_heads), chunks = static_cast<double>(w.length) / 64;
-    double const keys = 64 * 2 * static_cast<double>(w.dim * w.key_heads) / static_cast<double>(w.value_heads);
+    double const values = 64 * 2 * static_cast<double>(w.dim);
+    double const keys = values * static_cast<double>(w.key_heads) / static_cast<double>(w.value_heads);
+    if (back) { // k, v, A to S; q, k, dout, A to dS and dv; all of these to dq and dk
+        double const bytes = 7 * keys + 6 * values + 3 * 5120 + 4 * 2 * static_cast<double>(w.dim * w.dim) + 4 * 512;
+        return std::max(1e3 * heads * chunks * bytes / rate, chunks * 2500 / kilohertz);
+    }
     double const bytes = keys + 5120 + (2 + 2) * 64 * 4; // of a chunk and value head: keys, A, gates of g and beta
     double const clocks = heads >= 0.9 * all ? std::ceil(heads / all) * chunks * 3140
                                              : std::max(chunks * 881, heads * chunks * (3140 + 2 * 881) / all);
@@ -129,8 +135,8 @@ double time(bool back, work const& w, bool decays, double rate, gpu::stream cons
                 number(value_heads), number(dim), decays ? "decay" : "none",
                 path == gpu::delta_rule_path::plain ? "plain" : "tensor cores", ms, 100 * bytes / (ms * 1e-3) / rate);
     if (dim == 128) std::printf(" %9.0f", flop / (ms * 1e-3) * 1e-12);
-    bool const designed = erases && !back && !scan && path == gpu::delta_rule_path::tensor_cores;
-    if (designed) std::printf(" %*.1f%%", dim == 128 ? 8 : 18, 100 * designed_ms(w, rate) / ms);
+    bool const designed = erases && !scan && path == gpu::delta_rule_path::tensor_cores;
+    if (designed) std::printf(" %*.1f%%", dim == 128 ? 8 : 18, 100 * designed_ms(back, w, rate) / ms);
     std::printf("\n");
     std::fflush(stdout);
     return ms;
@@ -169,7 +175,7 @@ int main(int argc, char** argv) {
     double const rate = timing::copy_bandwidth(stream);
     std::printf("%s, copy of 1 GiB: %.0f GB/s read and written\n", timing::device_name().c_str(), rate * 1e-9);
     std::printf("the gated delta rule and a decay a head, bfloat16; of copy: inputs and outputs once\n");
-    std::printf("of design: the time of the design's clocks and bytes, of what a forward takes\n");
+    std::printf("of design: the time of the design's clocks and bytes, of what is measured\n");
     std::printf("%-19s %-12s %-6s %3s %-6s %-13s %9s %9s %9s %9s\n", "", "sequences", "heads", "of", "gates", "path",
                 "ms", "of copy", "TFLOP/s", "of design");
     timing::limits limits;

@@ -56,9 +56,14 @@ public:
           saved_(saves ? gpu::gated_delta_rule_saved<T>(p.shape, p.rows(), count()) : 0),
           space_(gpu::gated_delta_rule_workspace<T>(p.shape, p.rows(), count(), saves)),
           more_(backward ? gpu::gated_delta_rule_backward_workspace<T>(p.shape, p.rows(), count(), saves) : 0) {
-        for (auto const* const room : {&space_, &more_})
-            gpu::check(cudaMemset(room->data(), 0xff, static_cast<std::size_t>(room->size())), "cudaMemset");
+        poison(nullptr);
         gpu::check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+    }
+
+    /// Makes NaN of results, workspaces and what is saved, so that nothing of a run before can be taken for this one's.
+    void poison(cudaStream_t stream) {
+        packed_heads::poison(stream, o_, dq_, dk_, dv_, of_together_, last_, dg_, dbeta_, dstate_, saved_, space_,
+                             more_);
     }
 
     void run(cudaStream_t stream) {
@@ -80,11 +85,7 @@ public:
     }
 
     /// As many sequences, elsewhere in the rows.
-    void set(std::vector<index_t> const& offsets) {
-        gpu::check(
-            cudaMemcpy(there_.offsets.data(), offsets.data(), offsets.size() * sizeof(index_t), cudaMemcpyHostToDevice),
-            "cudaMemcpy");
-    }
+    void set(std::vector<index_t> const& offsets) { there_.offsets.write(offsets); }
     results read() const {
         results r{.o = widen(o_.read()), .last = widen(last_.read())};
         r.path = path_;
@@ -113,12 +114,10 @@ private:
     index_t width_; ///< of the tensors of which q, k and v, and their gradients, are columns; 0: there are none
     delta_rule_path path_ = delta_rule_path::plain;
     device_problem<T> there_{p_};
-    buffer<T> o_ = poisoned<T>(p_.v.size()), dq_ = poisoned<T>(p_.q.size()), dk_ = poisoned<T>(p_.q.size()),
-              dv_ = poisoned<T>(p_.v.size());
-    buffer<T> together_ = upload<T>(side_by_side(p_, width_)),
-              of_together_ = poisoned<T>(static_cast<std::size_t>(p_.rows() * width_));
-    buffer<float> last_ = poisoned<float>(p_.state.size()), dg_ = poisoned<float>(p_.g.size()),
-                  dbeta_ = poisoned<float>(p_.g.size()), dstate_ = poisoned<float>(p_.state.size());
+    buffer<T> o_{std::ssize(p_.v)}, dq_{std::ssize(p_.q)}, dk_{std::ssize(p_.q)}, dv_{std::ssize(p_.v)};
+    buffer<T> together_ = upload<T>(side_by_side(p_, width_)), of_together_{p_.rows() * width_};
+    buffer<float> last_{std::ssize(p_.state)}, dg_{std::ssize(p_.g)}, dbeta_{std::ssize(p_.g)},
+        dstate_{std::ssize(p_.state)};
     buffer<char> saved_, space_, more_;
 };
 

@@ -30,23 +30,58 @@ inline matrix half(matrix const& x) {
 inline matrix lower(matrix const& x) { return x.triangularView<Eigen::Lower>(); }
 inline matrix strictly_lower(matrix const& x) { return x.triangularView<Eigen::StrictlyLower>(); }
 
-/// One value head of one sequence. Rows are tokens; states (keys, values).
+/// Returns (I + L)^-1, made as the kernel makes it: of blocks of 8 on the diagonal, then of 16, then of rows of these,
+/// with operands rounded to half and sums that are not; then rounded to bfloat16.
+inline matrix inverse_of(matrix const& l) {
+    Index const n = l.rows();
+    matrix result = matrix::Zero(n, n), rounded_to_half = matrix::Zero(n, n);
+    auto const size = [&](Index begin, Index most) { return std::min(most, n - begin); };
+    auto const put = [&](Index row, Index column, matrix const& block) {
+        result.block(row, column, block.rows(), block.cols()) = bf16(block);
+        rounded_to_half.block(row, column, block.rows(), block.cols()) = half(block);
+    };
+    for (Index i = 0; i < n; i += 8) {
+        Index const own = size(i, 8);
+        matrix block = matrix::Identity(own, own);
+        for (Index r = 0; r < own; ++r)
+            for (Index k = 0; k < r; ++k) block.row(r) -= l(i + r, i + k) * block.row(k);
+        put(i, i, block);
+    }
+    matrix const& a = rounded_to_half;
+    for (Index i = 0; i + 8 < n; i += 16) {
+        Index const below = size(i + 8, 8);
+        matrix const left = half(-(l.block(i + 8, i, below, 8) * a.block(i, i, 8, 8)));
+        put(i + 8, i, a.block(i + 8, i + 8, below, below) * left);
+    }
+    for (Index i = 16; i < n; i += 16) {
+        Index const own = size(i, 16);
+        for (Index j = 0; j < i; j += 16) {
+            matrix const left = half(-(l.block(i, j, own, i - j) * a.block(j, j, i - j, 16)));
+            put(i, j, a.block(i, i, own, own) * left);
+        }
+    }
+    return result;
+}
+
+/// One value head of one sequence, or of a segment of one. Rows are tokens; states (keys, values).
 struct head {
     matrix q, k, v, dout, state, dlast;
     vector g, beta;
     double scale;
+    Index first = 0; ///< the token of its sequence that the first row is
 };
 struct results {
     matrix o, last, dq, dk, dv, dstate;
     vector dg, dbeta;
 };
 
-/// What a chunk of 64 tokens has before states are known.
+/// What a chunk has before states are known: the tokens of a sequence from one multiple of 64 to the next.
 struct chunk {
+    Index begin;
     matrix q, k, v, dout, a, decay, p, x, scores;
     vector beta, e, onward;
-    chunk(head const& in, Index begin, Index n)
-        : q(in.q.middleRows(begin, n)), k(in.k.middleRows(begin, n)), v(in.v.middleRows(begin, n)),
+    chunk(head const& in, Index at, Index n)
+        : begin(at), q(in.q.middleRows(begin, n)), k(in.k.middleRows(begin, n)), v(in.v.middleRows(begin, n)),
           dout(in.dout.middleRows(begin, n)), beta(in.beta.segment(begin, n)), e(n), onward(n) {
         vector sum(n);
         double total = 0;
@@ -57,11 +92,7 @@ struct chunk {
             onward[i] = std::exp(total - sum[i]);
             for (Index j = 0; j <= i; ++j) decay(i, j) = std::exp(sum[i] - sum[j]);
         }
-        matrix const l = half(strictly_lower(beta.asDiagonal() * (k * k.transpose())));
-        a = matrix::Identity(n, n);
-        for (Index i = 0; i < n; ++i)
-            for (Index j = 0; j < i; ++j) a.row(i) -= l(i, j) * a.row(j);
-        a = bf16(half(a));
+        a = inverse_of(half(strictly_lower(beta.asDiagonal() * half(k * k.transpose()))));
         matrix const exact = lower(q * k.transpose());
         scores = bf16(exact);
         p = bf16((in.scale * (scores * a + exact - scores).cwiseProduct(decay)) * beta.asDiagonal());
@@ -75,8 +106,8 @@ inline results run(head const& in) {
               matrix(tokens, values), in.dlast, vector(tokens),       vector(tokens)};
     std::vector<chunk> chunks;
     std::vector<matrix> states, writes;
-    for (Index begin = 0; begin < tokens; begin += 64) {
-        chunk const& c = chunks.emplace_back(in, begin, std::min<Index>(64, tokens - begin));
+    for (Index begin = 0; begin < tokens; begin += chunks.back().q.rows()) {
+        chunk const& c = chunks.emplace_back(in, begin, std::min<Index>(64 - (in.first + begin) % 64, tokens - begin));
         matrix const& s = states.emplace_back(bf16(r.last));
         matrix const& y = writes.emplace_back(bf16(c.v - c.e.asDiagonal() * (c.k * s)));
         r.o.middleRows(begin, c.q.rows()) = bf16(in.scale * (c.e.asDiagonal() * (c.q * s)) + c.p * y);
@@ -86,7 +117,7 @@ inline results run(head const& in) {
         auto const at = static_cast<std::size_t>(i);
         chunk const& c = chunks[at];
         matrix const &s = states[at], &y = writes[at];
-        Index const begin = 64 * i, n = c.q.rows();
+        Index const begin = c.begin, n = c.q.rows();
         matrix const ds = bf16(r.dstate), dy = c.x * ds + c.p.transpose() * c.dout, dv = bf16(dy);
         r.dv.middleRows(begin, n) = dv;
         r.dstate = c.e[n - 1] * r.dstate + c.q.transpose() * bf16(in.scale * (c.e.asDiagonal() * c.dout)) -

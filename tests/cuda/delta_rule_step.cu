@@ -133,24 +133,20 @@ TEST_SUITE("cuda") {
         auto p = tokens<T>(5, shape, kind::mild, 6);
         numbers const pool = tokens<T>(8, shape, kind::mild, 7).state;
         buffer<float> const states = upload<float>(pool), direct = upload<float>(pool);
-        device_problem<T> const there{p};
+        device_problem<T> there{p};
         buffer<T> const o = poisoned<T>(p.v.size());
         std::vector<index_t> slots{0, 1, 2, 3, 4};
-        buffer<index_t> const slots_there{std::span<index_t const>(slots)};
+        buffer<index_t> slots_there{std::span<index_t const>(slots)};
         auto const in = there.erasing();
         gpu::stream const stream;
         harness::graph const graph(stream, [&] {
             gpu::gated_delta_rule_step<T>(p.shape, {in.q, in.k, in.v, in.g, in.beta, all(slots_there)},
                                           rows<T>(o.data(), 5, p.values()), all(states), stream);
         });
-        auto const put = [](auto const& to, auto const& from) {
-            gpu::check(cudaMemcpy(to.data(), from.data(), from.size() * sizeof(from[0]), cudaMemcpyHostToDevice),
-                       "cudaMemcpy");
-        };
         for (auto const& next : {std::vector<index_t>{7, 0, -1, 3, 5}, {6, 7, 1, -1, 0}, {0, 1, 2, 3, 4}}) {
             p = tokens<T>(5, shape, kind::mild, static_cast<std::uint64_t>(8 + next[0]));
-            put(there.q, convert<T>(p.q)), put(there.k, convert<T>(p.k)), put(there.v, convert<T>(p.v));
-            put(there.g, convert<float>(p.g)), put(there.beta, convert<float>(p.beta)), put(slots_there, next);
+            there.q.write(convert<T>(p.q)), there.k.write(convert<T>(p.k)), there.v.write(convert<T>(p.v));
+            there.g.write(convert<float>(p.g)), there.beta.write(convert<float>(p.beta)), slots_there.write(next);
             graph.launch(stream);
             stream.synchronize();
             auto const expected = on_gpu<T>(p, true, direct, next), got = widen(o.read());

@@ -50,6 +50,7 @@ TEST_SUITE("cuda") {
                     auto other = p;
                     other.offsets = offsets;
                     call.set(offsets);
+                    call.poison(stream);
                     graph.launch(stream);
                     auto const got = call.read(), expected = on_gpu<T>(other, true, saves);
                     CHECK(same_gradients(got, expected));
@@ -136,6 +137,7 @@ TEST_SUITE("cuda") {
         gpu::stream const stream;
         gpu_call<__nv_bfloat16> call(p, true);
         auto const of_run = [&] {
+            call.poison(stream);
             call.run(stream);
             gpu::check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
             auto const r = call.read();

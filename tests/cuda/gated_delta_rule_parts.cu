@@ -23,7 +23,13 @@ using core_call = gpu::detail::delta_call<true, __nv_bfloat16>;
 template <class T>
 class folding {
 public:
-    explicit folding(problem const& p) : p_(p) {}
+    explicit folding(problem const& p) : p_(p) {
+        poison(nullptr);
+        gpu::check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+    }
+
+    /// Makes NaN of results and workspace.
+    void poison(cudaStream_t stream) { packed_heads::poison(stream, maps_, ends_, back_, space_); }
 
     delta_rule_path run(cudaStream_t stream) {
         auto in = there_.erasing();
@@ -34,24 +40,17 @@ public:
         return path;
     }
     /// As many segments, elsewhere in the rows.
-    void set(std::vector<index_t> const& offsets) {
-        gpu::check(
-            cudaMemcpy(there_.offsets.data(), offsets.data(), offsets.size() * sizeof(index_t), cudaMemcpyHostToDevice),
-            "cudaMemcpy");
-    }
+    void set(std::vector<index_t> const& offsets) { there_.offsets.write(offsets); }
     /// Returns the maps and the ends of the steps, and what outputs alone make the gradients before them.
     std::array<numbers, 3> read() const { return {widen(maps_.read()), widen(ends_.read()), widen(back_.read())}; }
 
 private:
-    auto elements(index_t of_head) const {
-        return static_cast<std::size_t>(p_.sequences() * p_.shape.value_heads * of_head);
-    }
+    index_t elements(index_t of_head) const { return p_.sequences() * p_.shape.value_heads * of_head; }
 
     problem p_;
     device_problem<T> there_{p_};
-    buffer<float> maps_ = poisoned<float>(elements(p_.shape.key_dim * p_.shape.key_dim)),
-                  ends_ = poisoned<float>(elements(p_.shape.key_dim * p_.shape.value_dim)),
-                  back_ = poisoned<float>(elements(p_.shape.key_dim * p_.shape.value_dim));
+    buffer<float> maps_{elements(p_.shape.key_dim * p_.shape.key_dim)},
+        ends_{elements(p_.shape.key_dim * p_.shape.value_dim)}, back_{elements(p_.shape.key_dim * p_.shape.value_dim)};
     buffer<char> space_{gpu::gated_delta_rule_fold_workspace<T>(p_.shape, p_.rows(), p_.sequences())};
 };
 
@@ -183,6 +182,7 @@ TEST_SUITE("cuda") {
             p.shape.stretch = heads == 32 ? 4 : 0;
             gpu::stream const stream;
             auto const of_run = [&](folding<T>& of) {
+                of.poison(stream);
                 CHECK(of.run(stream) == core_path());
                 stream.synchronize();
                 return of.read();
@@ -226,6 +226,7 @@ TEST_SUITE("cuda") {
                     auto other = p;
                     other.offsets = offsets;
                     replayed.set(offsets);
+                    replayed.poison(stream);
                     graph.launch(stream);
                     folding<T> direct(other);
                     direct.run(stream);

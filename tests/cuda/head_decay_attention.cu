@@ -52,7 +52,7 @@ results on_host(problem const& p, bool backward) {
 /// Memory of which every byte is 0xff.
 buffer<char> room(index_t bytes) {
     buffer<char> space(bytes);
-    gpu::check(cudaMemset(space.data(), 0xff, static_cast<std::size_t>(bytes)), "cudaMemset");
+    poison(nullptr, space);
     gpu::check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
     return space;
 }

@@ -198,6 +198,15 @@ template <class T>
 buffer<T> poisoned(std::size_t count) {
     return upload<T>(numbers(count, NAN));
 }
+/// Makes NaN of memory, every byte of it 0xff, in stream order.
+template <class... B>
+void poison(cudaStream_t stream, B const&... memory) {
+    auto const fill = [&](void* to, std::size_t bytes) {
+        if (bytes > 0) cpx::cuda::check(cudaMemsetAsync(to, 0xff, bytes, stream), "cudaMemsetAsync");
+    };
+    (fill(memory.data(), static_cast<std::size_t>(memory.size()) * sizeof(*memory.data())), ...);
+}
+
 inline void check_close(char const* name, numbers const& got, numbers const& expected, double most) {
     double const error = on_ranks::relative_error(got, expected);
     CHECK_MESSAGE(error <= most, std::string(name) << ": " << error << ", at most " << most);

@@ -176,6 +176,9 @@ inline void require_delta_sizes(char const* where, gated_delta_rule_shape const&
     require_delta_tokens(where, tokens, here);
     require(sequences >= 0 && sequences <= static_cast<index_t>(delta_most_sequences), where, "sequences",
             "from 0 to 65535", sequences, here);
+    index_t const state = shape.value_heads * shape.key_dim * shape.value_dim; // less than 2^40, and chunks than 2^26
+    require(delta_chunks(tokens, sequences) <= (index_t{1} << 57) / state, where, "elements of chunks' states",
+            "at most 2^57", in_words(delta_chunks(tokens, sequences), " times ", state), here);
 }
 
 /// Throws `cpx::error` unless sizes make sense and the rows that are read fit them, among them beta if `Erases`.
