@@ -27,12 +27,12 @@ struct work {
     gpu::delta_rule_path path = gpu::delta_rule_path::tensor_cores;
 };
 
-/// Returns the milliseconds that the design of the gated delta rule has for it. Of a backward: what it moves, as fast as
-/// a copy, and no less than 2500 clocks a chunk of a walk back. Of a forward: first what inverses and gates move, as fast
-/// as a copy; then clocks of multiprocessors, at the device's highest rate, 3140 for a chunk's outputs of
-/// a value head and twice 881 for its state, of which there are two halves. Where sequences and heads are enough each
-/// is one multiprocessor's, and no states come first. Else all multiprocessors share the work, and it takes no less
-/// than a walk with the state along a sequence.
+/// Returns the milliseconds that the design of the gated delta rule has for it. Of a backward: what it moves, as fast
+/// as a copy, and no less than 2500 clocks a chunk of a walk back. Of a forward: first what inverses and gates move, as
+/// fast as a copy; then clocks of multiprocessors, at the device's highest rate, 3140 for a chunk's outputs of a value
+/// head and twice 881 for its state, of which there are two halves. Where sequences and heads are enough each is one
+/// multiprocessor's, and no states come first. Else all multiprocessors share the work, and it takes no less than a
+/// walk with the state along a sequence.
 double designed_ms(bool back, work const& w, double rate) {
     auto const attribute = [](cudaDeviceAttr which) {
         int value = 0;
