@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdint>
 #include <span>
 #include <string>
 #include <type_traits>
@@ -174,6 +175,7 @@ TEST_SUITE("cuda") {
                     auto p = make<T>({200, 0, 77}, 1, 2, dim.key, dim.value, kind::mild, 42);
                     p.shape.scale = scale, p.shape.path = path;
                     auto const got = on_gpu<T>(p, true);
+                    CHECK(got.path == (path == delta_rule_path::plain ? path : core_path()));
                     double const growth = rounding_growth(dim.key);
                     check_close(got, on_host(p, true), growth * 4.7e-3, growth * 4.7e-3, growth * 6e-3);
                     auto const none = [](numbers const& x) {

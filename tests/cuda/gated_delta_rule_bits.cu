@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cstddef>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -110,6 +111,7 @@ TEST_SUITE("cuda") {
                 auto p = make<T>({1100, 77, 300}, 2, 2, dim.key, dim.value, kind::mild, 11);
                 p.shape.stretch = way.stretch, p.shape.scan = way.scan, p.shape.path = way.path;
                 auto const alone = on_gpu<T>(p, true, way.saves);
+                CHECK(alone.path == (way.path == delta_rule_path::plain ? way.path : core_path()));
                 auto beside = p;
                 make_nan(beside, 1);
                 check_others(p, 1, on_gpu<T>(beside, true, way.saves), alone);

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <cstddef>
 #include <optional>
 #include <span>
 #include <type_traits>
@@ -229,7 +230,7 @@ TEST_SUITE("cuda") {
                     replayed.poison(stream);
                     graph.launch(stream);
                     folding<T> direct(other);
-                    direct.run(stream);
+                    CHECK(direct.run(stream) == core_path());
                     auto const got = replayed.read(), expected = direct.read();
                     for (std::size_t i = 0; i < got.size(); ++i) CHECK(on_ranks::same_bits(got[i], expected[i]));
                 }
@@ -239,6 +240,7 @@ TEST_SUITE("cuda") {
                 folding<T> with_nan(beside);
                 with_nan.run(stream);
                 auto const got = with_nan.read();
+                CHECK(std::ranges::any_of(got[0], [](double e) { return std::isnan(e); }));
                 for (index_t const n : {0, 1, 3})
                     for (std::size_t i = 0; i < got.size(); ++i)
                         CHECK(on_ranks::same_rows(got[i], expected[i], std::ssize(got[i]) / 4, n, n + 1));

@@ -47,8 +47,10 @@ TEST_SUITE("cuda") {
         refused({"key_dim: expected from 1 to 256, got 257"}, {.key_dim = 257}, 10, 1);
         refused({"value_dim: expected from 1 to 65536, got 0"}, {.value_dim = 0}, 10, 1);
         refused({"stretch"}, {.stretch = -1}, 10, 1);
-        refused({"elements of chunks' states: expected at most 2^57, got 33685499 times 1099494850560"},
+        refused({"elements of chunks' states or values: expected at most 2^57, got 33685499 times 1099494850560"},
                 {1, 65535, 256, 65536}, 2147483519, 65535);
+        refused({"elements of chunks' states or values: expected at most 2^57, got 33554431 times 274873712640"},
+                {1, 65535, 1, 65536}, 2147483519, 1);
         CHECK(gpu::gated_delta_rule_workspace<float>({}, 0, 0) > 0);
     }
 

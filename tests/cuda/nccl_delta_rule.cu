@@ -236,9 +236,10 @@ std::vector<numbers> on_gpus(group& gpus, problem const& p, S const& sharding, b
                 program<How, T>(p, sharding, comm, by, all_meet, r, true);
             else
                 program<How, T>(p, sharding, comm, comm, all_meet, r);
-            bool const on_cores =
-                prepared && std::same_as<T, __nv_bfloat16> && cpx::cuda::detail::has_delta_hopper<true>();
-            cpx::require(!on_cores || by.calls.plain == 0, "test", "calls of plain kernels", 0, by.calls.plain);
+            if (prepared && std::same_as<T, __nv_bfloat16> && cpx::cuda::detail::has_delta_hopper<true>())
+                cpx::require(by.calls.plain == 0 && (by.calls.on_tensor_cores > 0 || sharding.rows(joined.rank()) == 0),
+                             "test", "calls of plain kernels and on tensor cores", "none and some",
+                             std::to_string(by.calls.plain) + " and " + std::to_string(by.calls.on_tensor_cores));
             bool const told = prepared && in_parts && joined.rank() == 1;
             cpx::require(!told || (by.calls.in_parts > 0) == *in_parts, "test", "backwards in parts",
                          in_parts.value_or(false) ? "some" : "none", by.calls.in_parts);

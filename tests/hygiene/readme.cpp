@@ -114,7 +114,7 @@ TEST_SUITE("hygiene") {
         }
     }
 
-    TEST_CASE("every script, preset, program and test that README, CONTRIBUTING and RESULTS name is there") {
+    TEST_CASE("every script, preset, program and test that README, CONTRIBUTING, RESULTS and TRIALS name is there") {
         auto const presets = words(lines(root / "CMakePresets.json"));
         for (std::string const file : {"README.md", "CONTRIBUTING.md", "bench/RESULTS.md", "bench/TRIALS.md"}) {
             CAPTURE(file);
