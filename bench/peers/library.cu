@@ -28,6 +28,12 @@ conv_plan const& conv_plan_of(void const* plan) {
     return *static_cast<conv_plan const*>(plan);
 }
 
+/// `scan`: whether the forward scans.
+cpx::cuda::gated_delta_rule_shape delta_shape(std::int64_t key_heads, std::int64_t value_heads, std::int64_t dim,
+                                              std::int64_t scan) {
+    return {.key_heads = key_heads, .value_heads = value_heads, .key_dim = dim, .value_dim = dim, .scan = scan != 0};
+}
+
 } // namespace
 
 /// What a gated delta rule of a packed batch is given; all in device memory. offsets: (sequences + 1).
@@ -36,15 +42,12 @@ struct cpx_delta_rule {
     float const *g, *beta;
     std::int64_t const* offsets;
     std::int64_t tokens, sequences, key_heads, value_heads, dim;
-    std::int64_t scan; ///< whether the forward scans
+    std::int64_t scan; ///< not 0: the forward scans
     char* saved;       ///< null: nothing is saved
     char* workspace;
     cudaStream_t stream;
 
-    cpx::cuda::gated_delta_rule_shape shape() const {
-        return {
-            .key_heads = key_heads, .value_heads = value_heads, .key_dim = dim, .value_dim = dim, .scan = scan != 0};
-    }
+    cpx::cuda::gated_delta_rule_shape shape() const { return delta_shape(key_heads, value_heads, dim, scan); }
     std::int64_t saved_bytes() const {
         return saved ? cpx::cuda::gated_delta_rule_saved<element>(shape(), tokens, sequences) : 0;
     }
@@ -122,8 +125,7 @@ int cpx_conv_backward(void const* plan, element const* x, element const* weight,
 int cpx_delta_rule_bytes(std::int64_t tokens, std::int64_t sequences, std::int64_t key_heads, std::int64_t value_heads,
                          std::int64_t dim, std::int64_t scan, std::int64_t* bytes) {
     return guarded(1, [&] {
-        cpx::cuda::gated_delta_rule_shape const shape{
-            .key_heads = key_heads, .value_heads = value_heads, .key_dim = dim, .value_dim = dim, .scan = scan != 0};
+        auto const shape = delta_shape(key_heads, value_heads, dim, scan);
         bytes[0] = cpx::cuda::gated_delta_rule_workspace<element>(shape, tokens, sequences);
         bytes[1] = cpx::cuda::gated_delta_rule_backward_workspace<element>(shape, tokens, sequences);
         bytes[2] = cpx::cuda::gated_delta_rule_saved<element>(shape, tokens, sequences);

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <array>
 #include <cstddef>
-#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -162,26 +161,7 @@ TEST_SUITE("cuda") {
             CAPTURE(key);
             CAPTURE(value);
             auto const p = make<T>({500}, 1, 2, key, value, kind::mild, 13);
-            auto const whole = on_gpu<T>(p, true);
-            CHECK(whole.path == core_path());
-            auto const before = on_gpu<T>(segment_of(p, 0, 192), false);
-            auto rest = segment_of(p, 192, 500);
-            rest.state = before.last;
-            auto const after = on_gpu<T>(rest, true);
-            CHECK(on_ranks::same_bits(before.o, slice(whole.o, p.values(), 0, 192)));
-            CHECK(on_ranks::same_bits(after.o, slice(whole.o, p.values(), 192, 500)));
-            CHECK(on_ranks::same_bits(after.last, whole.last));
-            auto start = segment_of(p, 0, 192);
-            start.dlast = after.dstate;
-            auto const back = on_gpu<T>(start, true);
-            CHECK(on_ranks::same_bits(back.dstate, whole.dstate));
-            for (auto const& [own, first, last] : {std::tuple(&back, 0, 192), {&after, 192, 500}}) {
-                CHECK(on_ranks::same_bits(own->dq, slice(whole.dq, p.keys(), first, last)));
-                CHECK(on_ranks::same_bits(own->dk, slice(whole.dk, p.keys(), first, last)));
-                CHECK(on_ranks::same_bits(own->dv, slice(whole.dv, p.values(), first, last)));
-                CHECK(on_ranks::same_bits(own->dg, slice(whole.dg, 2, first, last)));
-                CHECK(on_ranks::same_bits(own->dbeta, slice(whole.dbeta, 2, first, last)));
-            }
+            check_cut(p, [](problem const& of) { return on_gpu<T>(of, true); });
 
             auto odd = segment_of(p, 100, 500); // begins and ends with a part of a chunk
             odd.state = on_gpu<T>(segment_of(p, 0, 100), false).last;

@@ -12,7 +12,6 @@
 #include <algorithm>
 #include <array>
 #include <string>
-#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -49,14 +48,6 @@ results on_host(problem const& p, bool backward) {
     });
 }
 
-/// Memory of which every byte is 0xff.
-buffer<char> room(index_t bytes) {
-    buffer<char> space(bytes);
-    poison(nullptr, space);
-    gpu::check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
-    return space;
-}
-
 template <class T>
 results on_gpu(problem const& p, bool backward) {
     gpu::stream const stream;
@@ -65,7 +56,8 @@ results on_gpu(problem const& p, bool backward) {
     index_t const tokens = p.tokens();
     auto const o = poisoned<T>(p.v.size());
     auto const last = poisoned<float>(p.state.size());
-    auto const space = room(gpu::gated_delta_rule_workspace<T, gpu::erases::no>(p.shape, tokens, p.sequences()));
+    auto const space =
+        poisoned<char>(gpu::gated_delta_rule_workspace<T, gpu::erases::no>(p.shape, tokens, p.sequences()));
     results r;
     r.path = gpu::gated_delta_rule<T, gpu::erases::no>(p.shape, in, rows<T>(o.data(), tokens, p.values()), all(last),
                                                        all(space), stream);
@@ -75,7 +67,7 @@ results on_gpu(problem const& p, bool backward) {
     auto const dq = poisoned<T>(p.q.size()), dk = poisoned<T>(p.q.size()), dv = poisoned<T>(p.v.size());
     auto const dg = poisoned<float>(p.g.size()), dstate = poisoned<float>(p.state.size());
     auto const more =
-        room(gpu::gated_delta_rule_backward_workspace<T, gpu::erases::no>(p.shape, tokens, p.sequences()));
+        poisoned<char>(gpu::gated_delta_rule_backward_workspace<T, gpu::erases::no>(p.shape, tokens, p.sequences()));
     auto const path =
         gpu::gated_delta_rule_backward<T, gpu::erases::no>(p.shape, in, there.gradients(), all(there.dlast),
                                                            {{dq.data(), tokens, p.keys()},
@@ -208,25 +200,8 @@ TEST_SUITE("cuda") {
             index_t const key = dim.key, value = dim.value;
             CAPTURE(key);
             CAPTURE(value);
-            auto const p = unnormalised<T>({500}, 1, 2, key, value, kind::slow, 13);
-            auto const whole = on_gpu<T>(p, true);
-            CHECK(whole.path == core_path());
-            auto const before = on_gpu<T>(segment_of(p, 0, 192), false);
-            auto rest = segment_of(p, 192, 500);
-            rest.state = before.last;
-            auto const after = on_gpu<T>(rest, true);
-            auto start = segment_of(p, 0, 192);
-            start.dlast = after.dstate;
-            auto const back = on_gpu<T>(start, true);
-            CHECK(on_ranks::same_bits(after.last, whole.last));
-            CHECK(on_ranks::same_bits(back.dstate, whole.dstate));
-            for (auto const& [own, first, last] : {std::tuple(&back, 0, 192), {&after, 192, 500}}) {
-                CHECK(on_ranks::same_bits(own->o, slice(whole.o, p.values(), first, last)));
-                CHECK(on_ranks::same_bits(own->dq, slice(whole.dq, p.keys(), first, last)));
-                CHECK(on_ranks::same_bits(own->dk, slice(whole.dk, p.keys(), first, last)));
-                CHECK(on_ranks::same_bits(own->dv, slice(whole.dv, p.values(), first, last)));
-                CHECK(on_ranks::same_bits(own->dg, slice(whole.dg, 2, first, last)));
-            }
+            check_cut(unnormalised<T>({500}, 1, 2, key, value, kind::slow, 13),
+                      [](problem const& of) { return on_gpu<T>(of, true); });
         }
     }
 
@@ -251,7 +226,8 @@ TEST_SUITE("cuda") {
                 auto const maps = poisoned<float>(4 * heads),
                            ends = poisoned<float>(static_cast<std::size_t>(4 * heads * size)),
                            back = poisoned<float>(static_cast<std::size_t>(4 * heads * size));
-                auto const space = room(gpu::gated_delta_rule_fold_workspace<T, gpu::erases::no>(p.shape, 500, 4));
+                auto const space =
+                    poisoned<char>(gpu::gated_delta_rule_fold_workspace<T, gpu::erases::no>(p.shape, 500, 4));
                 auto in = there.decaying();
                 in.state = {};
                 auto const path = gpu::gated_delta_rule_fold<T, gpu::erases::no>(p.shape, in, all(maps), all(ends),
@@ -293,7 +269,8 @@ TEST_SUITE("cuda") {
         device_problem<float> const there{p};
         buffer<float> const o(80), dk(80), dv(80), dg(10);
         rows<float> const to(o.data(), 10, 8);
-        auto const space = room(gpu::gated_delta_rule_backward_workspace<float, gpu::erases::no>(p.shape, 10, 1));
+        auto const space =
+            poisoned<char>(gpu::gated_delta_rule_backward_workspace<float, gpu::erases::no>(p.shape, 10, 1));
         rejects({"bytes of workspace", "at least"},
                 [&] { gpu::gated_delta_rule<float, gpu::erases::no>(p.shape, there.decaying(), to, {}, {}, nullptr); });
         rejects({"head_decay_attention.cu", "cuda::gated_delta_rule: overlap of o and v"}, [&] {

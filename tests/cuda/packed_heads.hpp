@@ -12,6 +12,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <concepts>
+#include <cstddef>
 #include <cstdint>
 #include <span>
 #include <string>
@@ -194,10 +196,6 @@ private:
     rows<T const> values(buffer<T> const& x) const { return {x.data(), p.rows(), p.values()}; }
     rows<float const> gates(buffer<float> const& x) const { return {x.data(), p.rows(), p.shape.value_heads}; }
 };
-template <class T>
-buffer<T> poisoned(std::size_t count) {
-    return upload<T>(numbers(count, NAN));
-}
 /// Makes NaN of memory, every byte of it 0xff, in stream order.
 template <class... B>
 void poison(cudaStream_t stream, B const&... memory) {
@@ -205,6 +203,14 @@ void poison(cudaStream_t stream, B const&... memory) {
         if (bytes > 0) cpx::cuda::check(cudaMemsetAsync(to, 0xff, bytes, stream), "cudaMemsetAsync");
     };
     (fill(memory.data(), static_cast<std::size_t>(memory.size()) * sizeof(*memory.data())), ...);
+}
+
+template <class T>
+buffer<T> poisoned(std::integral auto count) {
+    buffer<T> made(static_cast<index_t>(count));
+    poison(nullptr, made);
+    cpx::cuda::check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+    return made;
 }
 
 inline void check_close(char const* name, numbers const& got, numbers const& expected, double most) {
@@ -279,6 +285,30 @@ inline problem segment_of(problem p, index_t first, index_t last) {
     for (auto* const x : {&p.g, &p.beta})
         if (!x->empty()) *x = slice(*x, p.shape.value_heads, first, last);
     return p;
+}
+
+/// Checks that a sequence of 500 tokens, cut after 192 of them, has the bits of the whole where the state, and the
+/// gradient of it, are handed on. `run(problem)`: the results of a forward and a backward.
+template <class F>
+void check_cut(problem const& p, F&& run) {
+    REQUIRE(p.offsets == std::vector<index_t>{0, 500});
+    results const whole = run(p);
+    CHECK(whole.path == core_path());
+    auto start = segment_of(p, 0, 192), rest = segment_of(p, 192, 500);
+    rest.state = run(start).last;
+    results const after = run(rest);
+    start.dlast = after.dstate;
+    results const before = run(start);
+    CHECK(on_ranks::same_bits(after.last, whole.last));
+    CHECK(on_ranks::same_bits(before.dstate, whole.dstate));
+    auto const same = [&](numbers results::*of, index_t width) {
+        CHECK(on_ranks::same_bits(before.*of, slice(whole.*of, width, 0, 192)));
+        CHECK(on_ranks::same_bits(after.*of, slice(whole.*of, width, 192, 500)));
+    };
+    same(&results::o, p.values()), same(&results::dv, p.values());
+    same(&results::dq, p.keys()), same(&results::dk, p.keys());
+    same(&results::dg, p.shape.value_heads);
+    if (!whole.dbeta.empty()) same(&results::dbeta, p.shape.value_heads);
 }
 
 } // namespace packed_heads

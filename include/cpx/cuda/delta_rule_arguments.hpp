@@ -177,10 +177,12 @@ inline void require_delta_sizes(char const* where, gated_delta_rule_shape const&
     require_delta_tokens(where, tokens, here);
     require(sequences >= 0 && sequences <= static_cast<index_t>(delta_most_sequences), where, "sequences",
             "from 0 to 65535", sequences, here);
-    // less than 2^40; and of chunks there are fewer than 2^26
-    index_t const most = shape.value_heads * shape.value_dim * std::max<index_t>(shape.key_dim, kernels::delta_chunk);
-    require(delta_chunks(tokens, sequences) <= (index_t{1} << 57) / most, where, "elements of chunks' states or values",
-            "at most 2^57", in_words(delta_chunks(tokens, sequences), " times ", most), here);
+    // of one less than 2^40; and of chunks there are fewer than 2^26
+    index_t const of_chunk =
+        shape.value_heads * shape.value_dim * std::max<index_t>(shape.key_dim, kernels::delta_chunk);
+    require(delta_chunks(tokens, sequences) <= (index_t{1} << 57) / of_chunk, where,
+            "elements of chunks' states or values", "at most 2^57",
+            in_words(delta_chunks(tokens, sequences), " times ", of_chunk), here);
 }
 
 /// Throws `cpx::error` unless sizes make sense and the rows that are read fit them, among them beta if `Erases`.
