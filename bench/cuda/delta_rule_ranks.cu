@@ -5,6 +5,7 @@
 
 #include "../../harness/processes.hpp"
 #include "delta_rule_tensors.hpp"
+#include "spin.hpp"
 #include "timing.hpp"
 
 #include <algorithm>
@@ -20,16 +21,45 @@ using cpx::index_t;
 namespace cuda = cpx::cuda;
 constexpr index_t of_a_rank = 32768;
 
+/// Rows that ranks exchange, so that their streams meet.
+class meeting {
+public:
+    meeting(cpx::nccl& ranks, cudaStream_t stream)
+        : plan_(plan_of(ranks.ranks(), ranks.rank())), stream_(stream), move_(plan_, width, ranks) {}
+    void operator()() {
+        move_(cpx::rows<float const>(from_.data(), plan_.source_rows, width),
+              cpx::rows<float>(to_.data(), plan_.target_rows, width), stream_);
+    }
+
+private:
+    static constexpr index_t width = 4;
+    static cpx::plan plan_of(int ranks, int rank) {
+        auto const batch = cpx::thd::from_lengths(std::vector<index_t>{64 * ranks});
+        return cpx::relayout(cpx::shard(batch, cpx::sequential<>(ranks)), cpx::shard(batch, cpx::striped<>(ranks)),
+                             rank);
+    }
+
+    cpx::plan plan_;
+    cudaStream_t stream_;
+    cuda::buffer<float> from_{plan_.source_rows * width}, to_{plan_.target_rows * width};
+    cuda::exchange<float> move_;
+};
+
 /// Returns the slowest rank's milliseconds of a call, of so many in a row, the median of rounds that ranks begin
-/// together. In a row, as layers are, a rank is with the next call while others wait for what it has sent them.
-double slowest_ms(cpx::nccl& ranks, cudaStream_t stream, auto const& f, int calls = 5) {
+/// together. In a row, as layers are, a rank is with the next call while others wait for what it has sent them. GPUs
+/// begin when the host has given them their work, as in training, where it is ahead of them.
+double slowest_ms(cpx::nccl& ranks, cudaStream_t stream, meeting& meet, auto const& f, int calls = 5) {
     auto const all = [&](float ms) {
         std::vector<float> of(static_cast<std::size_t>(ranks.ranks()));
         ranks.gather(&ms, of.data(), sizeof ms);
         return of;
     };
-    return static_cast<double>(std::ranges::max(all(timing::median_ms(
-        stream, f, [&] { static_cast<void>(all(0)); }, calls))));
+    auto const begin_together = [&] {
+        static_cast<void>(all(0));
+        timing::spin<<<1, 1, 0, stream>>>(4'000'000);
+        meet();
+    };
+    return static_cast<double>(std::ranges::max(all(timing::median_ms(stream, f, begin_together, calls))));
 }
 
 /// `window`: through which states go; null: they are sent and received.
@@ -41,15 +71,17 @@ void time(std::string const& layout, char const* how, auto const& sharding, cpx:
     std::optional<cuda::shared_communicator> stores;
     if (window) stores.emplace(*window, stream);
     cuda::communicator& comm = window ? *stores : sends;
+    meeting meet(ranks, stream);
     using calls = timing::delta_rule<How, std::remove_cvref_t<decltype(sharding)>>;
     calls of(sharding, heads, false, comm);
     typename calls::saved kept;
     kept.keeps = true;
     auto const go = [&] { of.forward(nullptr); };
     auto const back = [&] { of.backward(kept); };
-    double const forward = slowest_ms(ranks, stream, go), alone = slowest_ms(ranks, stream, go, 1);
+    auto const ms = [&](auto const& f, int calls) { return slowest_ms(ranks, stream, meet, f, calls); };
+    double const forward = ms(go, 5), alone = ms(go, 1);
     of.forward(&kept);
-    double const backward = slowest_ms(ranks, stream, back), back_alone = slowest_ms(ranks, stream, back, 1);
+    double const backward = ms(back, 5), back_alone = ms(back, 1);
     if (ranks.rank() != 0) return;
     std::printf("%2td/%-2td %-10s %-6s %-6s %10.3f %10.3f %10.3f %10.3f\n", heads.key_heads, heads.value_heads,
                 layout.c_str(), how, window ? "window" : "sent", forward, alone, backward, back_alone);

@@ -10,6 +10,7 @@
 
 #include "../../harness/processes.hpp"
 #include "random.hpp"
+#include "spin.hpp"
 #include "timing.hpp"
 
 #include <chrono>
@@ -22,14 +23,6 @@ namespace {
 using cpx::index_t;
 using clock = std::chrono::steady_clock;
 namespace cuda = cpx::cuda;
-
-/// Keeps a stream busy for so many nanoseconds.
-__global__ void spin(long long nanoseconds) {
-    long long begin, now;
-    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(begin));
-    do asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
-    while (now - begin < nanoseconds);
-}
 
 /// Counts the vectors in which two lists differ.
 __global__ void differences(uint4 const* a, uint4 const* b, index_t count, int* found) {
@@ -86,7 +79,7 @@ std::string heads_on(cuda::communicator& comm, timing::limits& limits) {
         std::optional<decltype(zigzag(batch))> a;
         std::optional<decltype(heads(batch))> b;
         for (auto* const took : {&fresh, &known}) {
-            spin<<<1, 1, 0, comm.stream()>>>(10'000'000);
+            timing::spin<<<1, 1, 0, comm.stream()>>>(10'000'000);
             auto const begin = clock::now();
             if (took == &fresh) a.emplace(zigzag(batch)), b.emplace(heads(batch));
             index_t const own = a->rows(comm.rank());
@@ -144,8 +137,9 @@ std::string run_on(Comm& comm, char const* how, timing::limits& limits, From con
         std::optional<std::invoke_result_t<To const&, cpx::thd const&>> to;
         if (round == 40) before = held::now();
         for (auto* const took : {fresh, known}) {
-            if (round < busy_rounds) spin<<<1, 1, 0, comm.stream()>>>(10'000'000); // of which the host sees nothing
-            auto const begin = clock::now();                                       // after its thd ...
+            if (round < busy_rounds)
+                timing::spin<<<1, 1, 0, comm.stream()>>>(10'000'000); // of which the host sees nothing
+            auto const begin = clock::now();                          // after its thd ...
             auto last = begin;
             auto const lap = [&](int what) {
                 auto const now = clock::now();
@@ -240,7 +234,7 @@ std::string operators_on(cuda::shared_communicator& comm, From const& zigzag, To
         };
         std::optional<cpx::carry_plan<cpx::serial, S>> carry;
         for (auto* const took : {fresh, known}) {
-            spin<<<1, 1, 0, comm.stream()>>>(10'000'000);
+            timing::spin<<<1, 1, 0, comm.stream()>>>(10'000'000);
             auto const begin = clock::now();
             auto last = begin;
             auto const lap = [&](int what) {

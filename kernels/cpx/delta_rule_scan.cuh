@@ -1,14 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Steps S -> M S + E of the state (sm_90a): of stretches, beside each other, or of all tokens before a stretch's end,
-// and what these make of states.
+// Steps S -> M S + E of the state (sm_90a): of stretches, beside each other, and what these make of states.
 #pragma once
 
 #include <cpx/delta_rule_state.cuh>
 
 namespace cpx::kernels {
 
-/// Where the steps of stretches lie, (stretches, value heads, 128, 128) each, transposed: key channels last. They are
-/// folded each by itself or, along sequences, together with all stretches before.
+/// Where the steps of stretches lie, (stretches, value heads, 128, 128) each, transposed: key channels last.
 struct delta_steps {
     float *maps, *ends; ///< M, E; where nothing is erased M is a number
     bool before_known;  ///< first stretches begin with the states before sequences, and have no map
@@ -39,12 +37,11 @@ struct delta_totals {
 
 namespace delta {
 
-/// Halves: those of a state, of its value channels, that a block has. X is made two chunks ahead, of which half may
-/// come from the block of E, or of M.
-template <bool Erases, int Halves>
+/// X is made two chunks ahead.
+template <bool Erases>
 struct fold_memory : erasing_memory<Erases, 4, 3> {
     static constexpr int stages = 4;
-    char keys[stages][2 * panel_bytes], values[stages][std::size_t{Halves}][panel_bytes];
+    char keys[stages][2 * panel_bytes], values[stages][2][panel_bytes];
     chunk_gates gates[stages];
     static constexpr int xs = 3;
     barrier full[stages], empty[stages], gates_landed[stages], x_full[xs], read[xs], landed;
@@ -59,19 +56,19 @@ __device__ __forceinline__ int place_of_word(int value, int key) {
     return value / 64 * snapshot_words + (key / 8 * 128 + thread) * 4 + value % 16 / 8 * 2 + key % 2;
 }
 
-/// What a block folds: the chunks [first, last) of a sequence and head, the channels of its halves from `half` on.
+/// What a block folds: the chunks [first, last) of a stretch and head.
 struct folded {
     delta_sequence sequence;
-    int stretch, head; ///< the first one of its chunks
+    int stretch, head;
     bool of_map;
-    int first, last, half;
+    int first, last;
 };
 
 /// The warp that loads keys and gates of chunks, the values unless M is made; Back: last chunks first.
-template <bool Erases, bool Back, int Halves>
+template <bool Erases, bool Back>
 __device__ __forceinline__ void load_fold(CUtensorMap const& keys, CUtensorMap const& values, delta_walk const& in,
-                                          fold_memory<Erases, Halves>& memory, folded const& of) {
-    constexpr int stages = fold_memory<Erases, Halves>::stages;
+                                          fold_memory<Erases>& memory, folded const& of) {
+    constexpr int stages = fold_memory<Erases>::stages;
     int const heads = in.key_heads * in.group, head = of.head;
     ring<stages> r;
     for (int i = of.first, landings = 0; i < of.last; ++i, r.next()) {
@@ -81,12 +78,12 @@ __device__ __forceinline__ void load_fold(CUtensorMap const& keys, CUtensorMap c
         barrier& full = whole ? memory.full[r.at] : memory.landed;
         wait(memory.empty[r.at], r.parity ^ 1);
         if (threadIdx.x == 0) {
-            full.arrive_and_expect_tx((of.of_map ? 2 : 2 + Halves) * panel_bytes + (Erases ? triangle_bytes : 0));
+            full.arrive_and_expect_tx((of.of_map ? 2 : 4) * panel_bytes + (Erases ? triangle_bytes : 0));
             load_panels<2>(keys, full, memory.keys[r.at], head / in.group, row);
             std::int64_t const place = std::int64_t{of.sequence.first_chunk + c} * heads + head;
             load_gates_apart(in.prepared, place, memory.gates_landed[r.at], memory.gates[r.at]);
             if constexpr (Erases) load_inverse(in.prepared, place, full, memory.inverse[r.at]);
-            if (!of.of_map) load_panels<Halves>(values, full, memory.values[r.at][0], head, row, of.half);
+            if (!of.of_map) load_panels<2>(values, full, memory.values[r.at][0], head, row);
         }
         __syncwarp();
         if (whole) continue;
@@ -94,40 +91,31 @@ __device__ __forceinline__ void load_fold(CUtensorMap const& keys, CUtensorMap c
         clear_rows(memory.keys[r.at], n);
         clear_rows(memory.keys[r.at] + panel_bytes, n);
 #pragma unroll
-        for (int p = 0; p < Halves; ++p) clear_rows(memory.values[r.at][p], n);
+        for (int p = 0; p < 2; ++p) clear_rows(memory.values[r.at][p], n);
         cutlass::arch::fence_view_async_shared();
         arrive_warp(memory.full[r.at]);
     }
 }
 
-/// Computes half of E, or M, by warpgroup number `own` of those that do. `peer`: the other block of the cluster, or -1.
-template <bool Erases, bool Back, int Halves, bool Along>
-__device__ __forceinline__ void fold_half(delta_walk const& in, delta_steps const& to,
-                                          fold_memory<Erases, Halves>& memory, folded const& of, float const* begin,
-                                          int own, int peer) {
-    int const heads = in.key_heads * in.group, half = of.half + own, chunks = of.last - of.first;
+/// Computes half of E, or M, by a warpgroup.
+template <bool Erases, bool Back>
+__device__ __forceinline__ void fold_half(delta_walk const& in, delta_steps const& to, fold_memory<Erases>& memory,
+                                          folded const& of, float const* begin, int half) {
+    int const chunks = of.last - of.first;
     float whole = 1;
     half_state s;
     if (of.of_map)
         for_each_word([&](int i, int value, int key) { s[i] = 64 * half + value == key ? 1.0f : 0.0f; });
     else
         load_state(begin, in.dims, half, s);
-    ring<fold_memory<Erases, Halves>::stages> r;
-    ring<fold_memory<Erases, Halves>::xs> x;
+    ring<fold_memory<Erases>::stages> r;
+    ring<fold_memory<Erases>::xs> x;
     std::uint32_t v[16] = {};
     float fading = 0;
     auto const await_chunk = [&] {
         wait(memory.full[r.at], r.parity);
-        if (!of.of_map) load_transposed(memory.values[r.at][own], v);
+        if (!of.of_map) load_transposed(memory.values[r.at][half], v);
         fading = memory.gates[r.at].decay[delta_chunk - 1];
-    };
-    int number = of.stretch, left = in.plan.cut.length(number, of.sequence.stretches);
-    auto const leave = [&] {
-        int const stretch = of.sequence.first_stretch + number;
-        float* const end = (of.of_map ? to.maps : to.ends) + in.state_of(stretch, of.head);
-        for_each_word([&](int i, int value, int key) { end[(64 * half + value) * 128 + key] = s[i]; });
-        if constexpr (!Erases && !Back)
-            if (half == 0 && threadIdx.x % 128 == 0) to.maps[std::int64_t{stretch} * heads + of.head] = whole;
     };
     auto const nothing = [] {};
     if (chunks > 0) await_chunk();
@@ -136,7 +124,7 @@ __device__ __forceinline__ void fold_half(delta_walk const& in, delta_steps cons
         if constexpr (Erases) round_to_operand(s, f);
         scale(s, fading); // while products are under way, the compiler would await them
         if constexpr (Erases) {
-            erase_and_write(memory, r.at, x, f, v, s, nothing, peer);
+            erase_and_write(memory, r.at, x, f, v, s, nothing);
         } else {
             whole *= fading;
             write_tokens<Back>(memory.gates[r.at], memory.keys[r.at], in.scale, v, s);
@@ -147,51 +135,48 @@ __device__ __forceinline__ void fold_half(delta_walk const& in, delta_steps cons
         cute::warpgroup_wait<0>();
         keep(s);
         if constexpr (!Erases) arrive_warp(read);
-        if (Along && --left == 0) {
-            leave();
-            left = in.plan.cut.length(++number, of.sequence.stretches);
-        }
     }
-    leave();
+    int const stretch = of.sequence.first_stretch + of.stretch;
+    float* const end = (of.of_map ? to.maps : to.ends) + in.state_of(stretch, of.head);
+    for_each_word([&](int i, int value, int key) { end[(64 * half + value) * 128 + key] = s[i]; });
+    if constexpr (!Erases && !Back)
+        if (half == 0 && threadIdx.x % 128 == 0)
+            to.maps[std::int64_t{stretch} * in.key_heads * in.group + of.head] = whole;
 }
 
 } // namespace delta
 
 /// Threads of a block of `delta_rule_fold`: a warp that loads, one that completes gates and, unless nothing is erased,
 /// a warpgroup that makes X, beside those that have half a state each.
-template <bool Erases, int Halves>
-inline constexpr int delta_fold_threads = 128 * (1 + (Erases ? 1 : 0) + Halves);
+template <bool Erases>
+inline constexpr int delta_fold_threads = Erases ? 512 : 384;
 
-/// Computes E and M: what tokens make of zeros, or of the state before the sequence, and, without values, of the
-/// identity. A block has a stretch and value head or, Along, a sequence and value head, of which it leaves what all
-/// tokens before each stretch's end make. A grid of stretches at most, or sequences, * value heads blocks; twice as
-/// many with maps, which are not numbers where something is erased, and twice as many where a block has one half. E and
-/// M of a chain Along may be a cluster, whose blocks share X.
+/// Computes E and M of a stretch and value head: what its tokens make of zeros, or of the state before the sequence,
+/// and, without values, of the identity. A grid of stretches at most * value heads blocks; twice as many with maps,
+/// which are not numbers where something is erased.
 ///
 /// Back, with queries for keys and dO for values: what outputs alone make the gradient of the state before a segment.
-template <bool Erases, bool Back = false, int Halves = 2, bool Along = false>
-static __global__ void __launch_bounds__(delta_fold_threads<Erases, Halves>, 1)
+template <bool Erases, bool Back = false>
+static __global__ void __launch_bounds__(delta_fold_threads<Erases>, 1)
     delta_rule_fold(__grid_constant__ CUtensorMap const keys, __grid_constant__ CUtensorMap const values,
                     delta_walk const in, delta_steps const to) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     using namespace delta;
-    static_assert(!(Erases && Back) && !(Back && Along) && (Along || Halves == 2));
-    constexpr int stages = fold_memory<Erases, Halves>::stages, first_group = Erases ? 2 : 1;
-    auto& memory = shared_memory<fold_memory<Erases, Halves>>();
-    bool const paired = Erases && Along && cute::cluster_shape().x == 2;
+    static_assert(!(Erases && Back));
+    constexpr int stages = fold_memory<Erases>::stages, first_group = Erases ? 2 : 1;
+    auto& memory = shared_memory<fold_memory<Erases>>();
     if constexpr (Erases) clear_triangles(memory.inverse);
     if (threadIdx.x == 0) {
         for (int i = 0; i < stages; ++i) {
-            memory.full[i].init(2), memory.empty[i].init(4 * (first_group - 1 + Halves));
+            memory.full[i].init(2), memory.empty[i].init(4 * (first_group + 1));
             memory.gates_landed[i].init(1);
         }
         for (barrier& full : memory.x_full) full.init(4);
-        for (barrier& read : memory.read) read.init(4 * Halves * (paired ? 2 : 1));
+        for (barrier& read : memory.read) read.init(8);
         memory.landed.init(1);
         cutlass::arch::fence_barrier_init();
     }
     __syncthreads();
-    if (paired) cute::cluster_sync(); // or what the other block sends might come before there are barriers
     wait_for_previous_kernel();
     let_next_kernel_come();
     int const heads = in.key_heads * in.group, group = static_cast<int>(threadIdx.x) / 128;
@@ -200,39 +185,31 @@ static __global__ void __launch_bounds__(delta_fold_threads<Erases, Halves>, 1)
     if constexpr (Erases) of.of_map = number % 2, number /= 2;
     of.head = number % heads, number /= heads;
     float const* begin = nullptr;
-    if constexpr (Along) {
-        if constexpr (Halves == 1) of.half = number % 2, number /= 2;
-        of.sequence = in.plan.sequences[number];
-        of.last = of.sequence.chunks;
-    } else {
-        delta_stretch const stretch = in.plan.stretches[number];
-        if (stretch.sequence < 0) return;
-        of.sequence = stretch.of;
-        of.stretch = stretch.number;
-        if (!to.last_wanted && stretch.number + 1 == of.sequence.stretches) return;
-        if (to.before_known && of.of_map && stretch.number == 0) return;
-        of.first = in.plan.cut.begin(stretch.number, of.sequence.stretches);
-        of.last = in.plan.end_of(of.sequence, stretch.number);
-        if (stretch.number == 0 && to.before_known && in.initial)
-            begin = in.initial + in.given_of(stretch.sequence, of.head);
-    }
+    delta_stretch const stretch = in.plan.stretches[number];
+    if (stretch.sequence < 0) return;
+    of.sequence = stretch.of;
+    of.stretch = stretch.number;
+    if (!to.last_wanted && stretch.number + 1 == of.sequence.stretches) return;
+    if (to.before_known && of.of_map && stretch.number == 0) return;
+    of.first = in.plan.cut.begin(stretch.number, of.sequence.stretches);
+    of.last = in.plan.end_of(of.sequence, stretch.number);
+    if (stretch.number == 0 && to.before_known && in.initial)
+        begin = in.initial + in.given_of(stretch.sequence, of.head);
     if (group == 0) {
         cutlass::arch::warpgroup_reg_dealloc<40>();
         if (threadIdx.x < 32)
-            load_fold<Erases, Back, Halves>(keys, values, in, memory, of);
+            load_fold<Erases, Back>(keys, values, in, memory, of);
         else if (threadIdx.x < 64)
-            gates_maker<fold_memory<Erases, Halves>, false>{}.make(memory, of.last - of.first);
+            gates_maker<fold_memory<Erases>, false>{}.make(memory, of.last - of.first);
     } else if (group < first_group) {
         cutlass::arch::warpgroup_reg_dealloc<104>();
         if constexpr (Erases) {
-            x_maker<fold_memory<Erases, Halves>>{}.make(memory, of.last - of.first, paired, of.of_map);
+            x_maker<fold_memory<Erases>>{}.make(memory, of.last - of.first);
         }
     } else {
         if constexpr (Erases) cutlass::arch::warpgroup_reg_alloc<184>();
-        fold_half<Erases, Back, Halves, Along>(in, to, memory, of, begin, group - first_group,
-                                               paired ? !of.of_map : -1);
+        fold_half<Erases, Back>(in, to, memory, of, begin, group - first_group);
     }
-    if (paired) leave_cluster();
 #endif
 }
 

@@ -62,28 +62,27 @@ bool has_parts(problem const& p) {
     return space.hopper;
 }
 
-/// A forward in parts. By steps first, states before come only after these, `shifted` floats beyond 16 bytes. `beside`:
-/// whether some outputs have to be made beside states.
-results forward_in_parts(problem const& p, order how, std::optional<bool> beside = {}, index_t shifted = 0) {
+/// A forward in parts. By steps first, states before come only after these. `beside`: whether some outputs have to be
+/// made beside states. `to_ends`: whether states after sequences are made.
+results forward_in_parts(problem const& p, order how, std::optional<bool> beside = {}, bool to_ends = true) {
     using T = __nv_bfloat16;
     gpu::stream const stream;
     device_problem<T> const there{p};
     auto in = there.erasing();
     auto const o = poisoned<T>(p.v.size());
-    auto const last = poisoned<float>(p.state.size()), given = poisoned<float>(p.state.size() + 1);
+    auto const last = poisoned<float>(p.state.size()), given = poisoned<float>(p.state.size());
     rows<T> const values(o.data(), p.rows(), p.values());
     auto const space = gpu::detail::delta_forward_space<true, T>(p.shape, p.rows(), p.sequences(), false, how);
     buffer<char> const workspace(space.bytes);
     core_call const call{p.shape, in, space, workspace.data(), stream, cpx::caller::here()};
     if (beside) CHECK((gpu::detail::delta_share_beside(call, how) > 0) == *beside);
     bool const known = how == order::states_first;
-    gpu::check(cudaMemcpyAsync(given.data() + shifted, in.state.data(), in.state.size_bytes(), cudaMemcpyDeviceToDevice,
-                               stream),
+    gpu::check(cudaMemcpyAsync(given.data(), in.state.data(), in.state.size_bytes(), cudaMemcpyDeviceToDevice, stream),
                "cudaMemcpyAsync");
     if (!known) in.state = {};
-    gpu::detail::launch_delta_hopper_begin(call, how, known);
-    if (!known) in.state = {given.data() + shifted, p.state.size()};
-    gpu::detail::launch_delta_hopper_states(call, how, all(last), values);
+    gpu::detail::launch_delta_hopper_begin(call, how, known, to_ends);
+    if (!known) in.state = all(given);
+    gpu::detail::launch_delta_hopper_states(call, how, to_ends ? all(last) : std::span<float>(), values);
     gpu::detail::launch_delta_hopper_outputs(call, how, values);
     return {.o = widen(o.read()), .last = widen(last.read())};
 }
@@ -272,22 +271,45 @@ TEST_SUITE("cuda") {
             }
     }
 
-    TEST_CASE(
-        "states that steps along segments make of those before, and outputs after these, are near those of one call") {
+    TEST_CASE("states that steps make of those before, and outputs after these, are near those of one call") {
         if (!has_gpus()) return;
         using T = __nv_bfloat16;
         for (head_dims const dim : core_dims)
-            for (index_t const shifted : {0, 1}) { // states by 16 bytes, and not
+            for (auto const how : {order::steps_first, order::states_first}) {
                 CAPTURE(dim.value);
-                CAPTURE(shifted);
+                bool const known = how == order::states_first;
+                CAPTURE(known);
                 auto p = make<T>({2000, 5000, 0, 40}, 2, 16, dim.key, dim.value, kind::no_decay, 38);
                 p.first = {5, 3000, 5, 60};
                 if (!has_parts(p)) continue;
-                auto const got = forward_in_parts(p, order::steps_first, false, shifted);
+                auto by_steps = p;
+                by_steps.shape.scan = true;
+                auto const got = forward_in_parts(by_steps, how, false);
                 auto const together = on_gpu<T>(p, false);
                 check_close("o", got.o, together.o, 6e-3);
                 check_close("last", got.last, together.last, 6e-3);
+                auto const open = forward_in_parts(by_steps, how, false, false);
+                CHECK(on_ranks::same_bits(open.o, got.o));
+                CHECK(std::ranges::all_of(open.last, [](double x) { return std::isnan(x); })); // never touched
             }
+    }
+
+    TEST_CASE("stretches of steps are long where heads are many, and no longer than they have to be") { // on the host
+        using gpu::detail::delta_scan_stretch, gpu::detail::delta_stretch_of_steps;
+        CHECK(delta_stretch_of_steps(32768, 1, 32) == 129); // four, whose 128 outputs and 256 steps go together
+        CHECK(delta_stretch_of_steps(2 * 16384, 2, 32) == 129);
+        CHECK(delta_stretch_of_steps(16384, 1, 32) == 65);
+        CHECK(delta_stretch_of_steps(32768, 1, 8) == 33);
+        for (index_t const tokens : {index_t{0}, index_t{1}, index_t{4096}, index_t{100000}, (index_t{1} << 31) - 200})
+            for (index_t const sequences : {0, 1, 2, 7, 65535})
+                for (index_t const heads : {1, 5, 32, 48, 128, 65535}) {
+                    CAPTURE(tokens);
+                    CAPTURE(sequences);
+                    CAPTURE(heads);
+                    index_t const stretch = delta_stretch_of_steps(tokens, sequences, heads);
+                    CHECK(stretch >= delta_scan_stretch);
+                    if (sequences > 0) CHECK(stretch <= std::max(delta_scan_stretch, tokens / 64 / sequences + 1));
+                }
     }
 
     TEST_CASE("gradients of states that are made before the others, and these, have the bits of one call") {
@@ -306,9 +328,9 @@ TEST_SUITE("cuda") {
         if (!has_gpus()) return;
         using T = __nv_bfloat16;
         for (head_dims const dim : core_dims)
-            for (int const way : {0, 1, 2, 3}) {
+            for (int const way : {0, 1, 2}) {
                 order const how = way < 2 ? order::states_first : order::steps_first;
-                bool const scan = way % 2 == 1;
+                bool const scan = way > 0;
                 CAPTURE(dim.key);
                 CAPTURE(dim.value);
                 CAPTURE(way);

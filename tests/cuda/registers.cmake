@@ -2,16 +2,15 @@
 # Compiles the kernels of the gated delta rule and of a decay a head for sm_90a; fails if registers are spilled or
 # tensor cores' products serialised.
 file(WRITE ${OUTPUT}.cu
-    "#include <cpx/delta_rule_apply.cuh>\n#include <cpx/delta_rule_dstate.cuh>\n#include <cpx/delta_rule_grad.cuh>\n"
+    "#include <cpx/delta_rule_dstate.cuh>\n#include <cpx/delta_rule_grad.cuh>\n"
     "using namespace cpx::kernels;\n"
     "template <bool Erases>\n"
     "void* const kernels[] = {(void*)delta_rule_prep<Erases>, (void*)delta_rule_state<Erases>,\n"
-    "    (void*)delta_rule_main<Erases>, (void*)delta_rule_fold<Erases, false, 1, true>,\n"
-    "    (void*)delta_rule_fold<Erases, false, 2>, (void*)delta_rule_join<Erases>, (void*)delta_rule_apply<Erases>,\n"
+    "    (void*)delta_rule_main<Erases>, (void*)delta_rule_fold<Erases>,\n"
+    "    (void*)delta_rule_join<Erases>,\n"
     "    (void*)delta_rule_grad<Erases>, (void*)delta_rule_walks<1, Erases>};\n"
     "void* const* const both[] = {kernels<true>, kernels<false>};\n"
     "void* const of_one[] = {(void*)delta_rule_walks<2, true>, (void*)delta_rule_fold<false, true>,\n"
-    "    (void*)delta_rule_fold<true, false, 2, true>,\n"
     "    (void*)delta_rule_fold_back<1>, (void*)delta_rule_fold_back<2>};\n")
 list(TRANSFORM INCLUDES PREPEND -I)
 execute_process(
@@ -21,7 +20,7 @@ execute_process(
 if(NOT code EQUAL 0)
     message(FATAL_ERROR "${said}")
 endif()
-foreach(kernel prep state main fold join apply walks grad)
+foreach(kernel prep state main fold join walks grad)
     foreach(erases 0 1)
         if(NOT said MATCHES "Function properties for [^\n]*delta_rule_${kernel}I(Li[12]E)?Lb${erases}E")
             message(FATAL_ERROR "the compiler says nothing of delta_rule_${kernel}<${erases}>:\n${said}")

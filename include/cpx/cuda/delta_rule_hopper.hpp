@@ -7,7 +7,6 @@
 
 #if __has_include(<cute/arch/mma_sm90_gmma.hpp>)
 
-#include <cpx/delta_rule_apply.cuh>
 #include <cpx/delta_rule_dstate.cuh>
 #include <cpx/delta_rule_grad.cuh>
 #include <cpx/delta_rule_scan.cuh>
@@ -109,40 +108,24 @@ void with_halves(bool enough, F&& f) {
     f(std::integral_constant<int, 1>());
 }
 
-/// Launches steps, into the workspace: of stretches or, `along` sequences, of all tokens before their ends, E and M of
-/// a chain by a cluster. Those are folded by halves, unless some of these would wait for multiprocessors for long: a
-/// block of both takes 5 thirds of the time.
-template <bool Erases, class T>
+/// Launches the steps of stretches, into the workspace, of keys and values, or back, of queries and dO.
+template <bool Erases, bool Back = false, class T>
 void launch_delta_steps(delta_call<Erases, T> const& of, kernels::delta_walk const& walk,
-                        kernels::delta_steps const& steps, bool along) {
-    constexpr int parts = Erases ? 2 : 1;
-    auto const launch = [&](auto halves, auto is_along, index_t chains) {
-        launch_hopper(of, "delta_rule_fold", is_along ? parts : 1,
-                      kernels::delta_rule_fold<Erases, false, halves, is_along>, chains * 2 / halves * parts,
-                      kernels::delta_fold_threads<Erases, halves>, sizeof(kernels::delta::fold_memory<Erases, halves>),
-                      panels_of(of.in.k, of.shape.key_dim, of.here), panels_of(of.in.v, of.shape.value_dim, of.here),
-                      walk, steps);
-    };
-    if (!along)
-        return launch(std::integral_constant<int, 2>(), std::false_type(), of.space.stretches * of.shape.value_heads);
-    index_t const chains = of.space.sequences * of.shape.value_heads, all = multiprocessors();
-    auto const waves = [&](index_t blocks) { return (blocks + all - 1) / all; };
-    with_halves<Erases>(3 * waves(4 * chains) > 5 * waves(2 * chains),
-                        [&](auto halves) { launch(halves, std::true_type(), chains); });
+                        kernels::delta_steps const& steps, rows<T const> keys, rows<T const> values) {
+    launch_hopper(of, Back ? "delta_rule_fold_back" : "delta_rule_fold", kernels::delta_rule_fold<Erases, Back>,
+                  of.space.stretches * of.shape.value_heads * (Erases ? 2 : 1), kernels::delta_fold_threads<Erases>,
+                  sizeof(kernels::delta::fold_memory<Erases>), panels_of(keys, of.shape.key_dim, of.here),
+                  panels_of(values, of.shape.value_dim, of.here), walk, steps);
 }
 
 /// Launches what makes states of steps or, if they are wanted, `totals`.
 template <bool Erases, class T>
 void launch_delta_join(delta_call<Erases, T> const& of, kernels::delta_walk const& walk,
-                       kernels::delta_steps const& steps, kernels::delta_totals const& totals, bool along) {
-    index_t const heads = of.shape.value_heads, parts = Erases && totals.maps ? 2 : 1;
-    if (along)
-        launch_hopper(of, "delta_rule_apply", kernels::delta_rule_apply<Erases>, 2 * parts * heads * of.space.stretches,
-                      256, sizeof(kernels::delta::apply_memory), walk, steps, totals);
-    else
-        launch_early(kernels::delta_rule_join<Erases>,
-                     dims(128 / kernels::delta::join_columns * parts, heads, of.space.sequences), 512, 0, of.stream,
-                     "delta_rule_join", of.here, walk, steps, totals);
+                       kernels::delta_steps const& steps, kernels::delta_totals const& totals) {
+    int const parts = Erases && totals.maps ? 2 : 1;
+    launch_early(kernels::delta_rule_join<Erases>,
+                 dims(128 / kernels::delta::join_columns * parts, of.shape.value_heads, of.space.sequences), 512, 0,
+                 of.stream, "delta_rule_join", of.here, walk, steps, totals);
 }
 
 /// Launches the walks that write states before stretches and, if `walk.last` is wanted, after sequences.
@@ -178,10 +161,10 @@ void launch_delta_hopper_together(delta_call<Erases, T> const& of, rows<T> o, st
     bool const by_scan = of.space.states_first && of.shape.scan;
     if (by_scan) {
         auto const steps = delta_steps_of(of, true, false);
-        launch_delta_steps(of, walk, steps, false);
+        launch_delta_steps(of, walk, steps, of.in.k, of.in.v);
         auto joined = walk;
         joined.initial = nullptr; // the first steps begin with it
-        launch_delta_join(of, joined, steps, {}, false);
+        launch_delta_join(of, joined, steps, {});
     } else if (of.space.states_first) {
         launch_delta_state(of, walk);
     }
@@ -195,21 +178,21 @@ void launch_delta_hopper(delta_call<Erases, T> const& of, rows<T> o, std::span<f
     launch_delta_hopper_together(of, o, last);
 }
 
-// A forward in parts. What comes before, and steps, if they are wanted: of stretches, by scan, else along sequences;
-// what these make of sequences; the states, of steps or walked along, which leaves multiprocessors to some outputs; the
-// other outputs. `known`: whether those before are, which first steps begin with then.
+// A forward in parts. What comes before, and the steps of stretches, if they are wanted; what these make of sequences;
+// the states, of steps or walked along, which leaves multiprocessors to some outputs; the other outputs. `known`:
+// whether those before are, which first steps begin with then; `to_ends`: whether those after sequences are wanted.
 template <bool Erases, class T>
-void launch_delta_hopper_begin(delta_call<Erases, T> const& of, delta_order order, bool known) {
+void launch_delta_hopper_begin(delta_call<Erases, T> const& of, delta_order order, bool known, bool to_ends = true) {
     auto const walk = delta_walk_of(of);
     launch_delta_prepared(of, walk);
     if (order == delta_order::steps_first || (of.shape.scan && order == delta_order::states_first))
-        launch_delta_steps(of, walk, delta_steps_of(of, known, true), !of.shape.scan);
+        launch_delta_steps(of, walk, delta_steps_of(of, known, to_ends), of.in.k, of.in.v);
 }
 template <bool Erases, class T>
 void launch_delta_hopper_totals(delta_call<Erases, T> const& of, std::span<float> maps, std::span<float> ends) {
     auto walk = delta_walk_of(of);
     walk.initial = nullptr;
-    launch_delta_join(of, walk, delta_steps_of(of, false, true), {maps.data(), ends.data()}, !of.shape.scan);
+    launch_delta_join(of, walk, delta_steps_of(of, false, true), {maps.data(), ends.data()});
 }
 /// Returns the share of outputs that is computed beside states, which are walked along then.
 template <bool Erases, class T>
@@ -229,7 +212,7 @@ void launch_delta_hopper_states(delta_call<Erases, T> const& of, delta_order ord
         return launch_delta_outputs(of, walk, o, true, {0, delta_share_beside(of, order)});
     }
     if (given) walk.initial = nullptr; // the first steps begin with it
-    launch_delta_join(of, walk, delta_steps_of(of, given, true), {}, !of.shape.scan);
+    launch_delta_join(of, walk, delta_steps_of(of, given, true), {});
 }
 template <bool Erases, class T>
 void launch_delta_hopper_outputs(delta_call<Erases, T> const& of, delta_order order, rows<T> o) {
@@ -251,11 +234,8 @@ void launch_delta_hopper_backward_fold(delta_call<Erases, T> const& of, rows<T c
     launch_delta_prepared(of, walk);
     if constexpr (!Erases) {
         auto const steps = delta_steps_of(of, false, true);
-        launch_hopper(of, "delta_rule_fold_back", kernels::delta_rule_fold<false, true>,
-                      of.space.stretches * of.shape.value_heads, kernels::delta_fold_threads<false, 2>,
-                      sizeof(kernels::delta::fold_memory<false, 2>), panels_of(of.in.q, of.shape.key_dim, of.here),
-                      panels_of(dout, of.shape.value_dim, of.here), walk, steps);
-        launch_delta_join(of, walk, steps, {nullptr, dstates.data()}, false);
+        launch_delta_steps<false, true, T>(of, walk, steps, of.in.q, dout);
+        launch_delta_join(of, walk, steps, {nullptr, dstates.data()});
     } else {
         auto const q = panels_of(of.in.q, of.shape.key_dim, of.here), k = panels_of(of.in.k, of.shape.key_dim, of.here),
                    d = panels_of(dout, of.shape.value_dim, of.here);

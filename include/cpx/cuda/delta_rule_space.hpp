@@ -15,6 +15,27 @@ enum class delta_order { together, states_first, steps_first };
 /// Whether so few sequences and heads are faster by steps of stretches: whatever the device, for bits depend on it.
 inline bool delta_by_stretches(index_t sequences, index_t heads) { return sequences * heads <= 16; }
 
+/// Chunks of a stretch by scan, at least.
+inline constexpr index_t delta_scan_stretch = 32;
+
+/// Returns of how many chunks stretches are where sequences with so many tokens, all of `heads`, go by their steps: with
+/// which steps, joining these and outputs take least, of sequences as long as each other. By a model of an H200, in
+/// tenths of microseconds of a chunk and of a stretch; whatever the device, for bits depend on it.
+inline index_t delta_stretch_of_steps(index_t tokens, index_t sequences, index_t heads) {
+    constexpr index_t all = 128, of_outputs = 22, of_steps = 11, of_join = 28;
+    auto const waves = [](index_t blocks) { return (blocks + all - 1) / all; };
+    index_t const chains = sequences * heads;
+    index_t const chunks = sequences > 0 ? (tokens / kernels::delta_chunk + sequences) / sequences : 1; // of each
+    index_t best = 0, least = 0;
+    for (index_t count = 1; count <= all && (count == 1 || (count - 1) * delta_scan_stretch < chunks); ++count) {
+        index_t const stretch = std::max(delta_scan_stretch, (chunks + count - 1) / count);
+        index_t const cost = stretch * (of_outputs * waves(count * chains) + of_steps * waves(2 * count * chains)) +
+                             of_join * count * waves(16 * chains);
+        if (best == 0 || cost < least) best = stretch, least = cost;
+    }
+    return best;
+}
+
 inline int multiprocessors() { return device_attribute(cudaDevAttrMultiProcessorCount); }
 
 /// Whether as many blocks keep the multiprocessors busy.
@@ -39,7 +60,7 @@ bool has_delta_hopper() {
 
 /// Returns how sequences are cut by scan: always alike, so that the bits are those of every GPU.
 inline kernels::delta_cut delta_scan_cut(gated_delta_rule_shape const& shape) {
-    return {shape.stretch > 0 ? static_cast<int>(shape.stretch) : 32};
+    return {static_cast<int>(shape.stretch > 0 ? shape.stretch : delta_scan_stretch)};
 }
 
 /// Returns how sequences are cut: not at all, if they and heads alone keep the multiprocessors busy; else into
@@ -129,8 +150,11 @@ template <bool Erases, class T>
 delta_space delta_fold_space(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences,
                              bool back = false) {
     bool const hopper = has_delta_hopper<Erases, T>(shape, tokens);
-    auto space = delta_plan_space(shape, tokens, sequences,
-                                  hopper && !back ? delta_scan_cut(shape) : kernels::delta_cut{kernels::delta_uncut});
+    auto cut = kernels::delta_cut{kernels::delta_uncut};
+    if (hopper && !back)
+        cut.chunks = static_cast<int>(shape.stretch > 0 ? shape.stretch
+                                                        : delta_stretch_of_steps(tokens, sequences, shape.value_heads));
+    auto space = delta_plan_space(shape, tokens, sequences, cut);
     space.hopper = hopper;
     if (!hopper) return space;
     take_delta_prepared<Erases>(shape, space);

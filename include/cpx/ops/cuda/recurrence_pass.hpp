@@ -67,6 +67,7 @@ public:
         auto const next = only(visits, handed_on);
         if (!in_parts(next)) return;
         begun b{this->describe(next), handed_on && states_first(next) ? known::carried : known::later, handed_on};
+        b.of.segments.to_ends = handed_on || t_.final.data();
         begin(b, next);
         expected_.push_back(std::move(b));
     }

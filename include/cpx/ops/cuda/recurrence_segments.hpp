@@ -19,6 +19,7 @@ struct recurrence_segments {
     std::span<index_t const> offsets, first, counts;
     index_t tokens = 0;   ///< of all
     bool by_scan = false; ///< whether their states may be joined of steps, too, as the carry says
+    bool to_ends = true;  ///< whether states after them may be wanted of a forward that begins in parts
 };
 
 /// What is known of the states before segments when a forward in parts begins: they are given, and others wait for
