@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <cstdio>
 #include <optional>
 #include <string>
@@ -65,7 +66,7 @@ double slowest_ms(cpx::nccl& ranks, cudaStream_t stream, meeting& meet, auto con
 /// `window`: through which states go; null: they are sent and received.
 template <cpx::carry_kind How>
 void time(std::string const& layout, char const* how, auto const& sharding, cpx::delta_rule_heads const& heads,
-          cpx::nccl& ranks, cuda::shared_memory* window, timing::limits& limits) {
+          cpx::nccl& ranks, cuda::shared_memory* window, timing::limits& limits, float least_g = -1) {
     cuda::stream const stream;
     cuda::communicator sends(ranks, stream);
     std::optional<cuda::shared_communicator> stores;
@@ -73,7 +74,7 @@ void time(std::string const& layout, char const* how, auto const& sharding, cpx:
     cuda::communicator& comm = window ? *stores : sends;
     meeting meet(ranks, stream);
     using calls = timing::delta_rule<How, std::remove_cvref_t<decltype(sharding)>>;
-    calls of(sharding, heads, false, comm);
+    calls of(sharding, heads, false, comm, least_g);
     typename calls::saved kept;
     kept.keeps = true;
     auto const go = [&] { of.forward(nullptr); };
@@ -83,12 +84,15 @@ void time(std::string const& layout, char const* how, auto const& sharding, cpx:
     of.forward(&kept);
     double const backward = ms(back, 5), back_alone = ms(back, 1);
     if (ranks.rank() != 0) return;
-    std::printf("%2td/%-2td %-10s %-6s %-6s %10.3f %10.3f %10.3f %10.3f\n", heads.key_heads, heads.value_heads,
-                layout.c_str(), how, window ? "window" : "sent", forward, alone, backward, back_alone);
+    std::printf("%2td/%-2td %-10s %-6s %-6s %3.0f %10.3f %10.3f %10.3f %10.3f\n", heads.key_heads, heads.value_heads,
+                layout.c_str(), how, window ? "window" : "sent", static_cast<double>(least_g), forward, alone, backward,
+                back_alone);
     std::fflush(stdout);
     if (window || ranks.ranks() != 2 || heads.key_heads != 16 || how != std::string("scan")) return;
-    limits.at_most("forward, " + layout + ", scan, 16/32 heads", 1000 * forward, 800, "us");
-    limits.at_most("forward, " + layout + ", scan, 16/32 heads, one alone", 1000 * alone, 800, "us");
+    std::string const what =
+        "forward, " + layout + ", scan, 16/32 heads, g from " + std::to_string(std::lround(least_g));
+    limits.at_most(what, 1000 * forward, 800, "us");
+    limits.at_most(what + ", one alone", 1000 * alone, 800, "us");
 }
 
 std::string run(int rank) {
@@ -96,11 +100,13 @@ std::string run(int rank) {
     int const count = ranks->ranks();
     auto const batch = cpx::thd::from_lengths(std::vector<index_t>{count * of_a_rank});
     if (rank == 0)
-        std::printf(
-            "gated delta rule, %td tokens in one sequence over %d ranks, %s: bfloat16, heads of 128, states sent "
-            "and received or through the window; ms of the slowest rank, 5 calls in a row but for one alone\n%-31s "
-            "%10s %10s %10s %10s\n",
-            batch.tokens(), count, timing::device_name().c_str(), "", "forward", "one alone", "backward", "one alone");
+        std::printf("gated delta rule, %td tokens in one sequence over %d ranks, %s: bfloat16, heads of 128, g from "
+                    "so much to 0, states sent and received or through the window; ms of the slowest rank, 5 calls in "
+                    "a row but "
+                    "for one alone\n%-35s "
+                    "%10s %10s %10s %10s\n",
+                    batch.tokens(), count, timing::device_name().c_str(), "", "forward", "one alone", "backward",
+                    "one alone");
     timing::limits limits;
     cuda::shared_memory memory(*ranks, index_t{64} << 20);
     for (cpx::delta_rule_heads const& heads :
@@ -112,6 +118,9 @@ std::string run(int rank) {
                 time<cpx::scan>(name, "scan", sharding, heads, *ranks, window, limits);
                 time<cpx::serial>(name, "serial", sharding, heads, *ranks, window, limits);
             }
+            if (heads.key_heads == 16 && name == std::string("sequential"))
+                for (float const least_g : {-10.0f, 0.0f})
+                    time<cpx::scan>(name, "scan", sharding, heads, *ranks, nullptr, limits, least_g);
         };
         both("sequential", cpx::sequential<>(count));
         both("zigzag", cpx::zigzag<>(count));

@@ -12,7 +12,7 @@
 
 namespace timing {
 
-/// bfloat16; g from -1 to 0. All on the communicator's device, whose stream the calls are in.
+/// bfloat16; g from `least` to 0. All on the communicator's device, whose stream the calls are in.
 template <cpx::carry_kind How, cpx::any_sharding S>
 class delta_rule {
 public:
@@ -20,9 +20,10 @@ public:
     using memory = cpx::cuda::memory;
     using saved = cpx::delta_rule_saved<element, memory>;
 
-    delta_rule(S const& sharding, cpx::delta_rule_heads const& heads, bool normalise, cpx::cuda::communicator& comm)
+    delta_rule(S const& sharding, cpx::delta_rule_heads const& heads, bool normalise, cpx::cuda::communicator& comm,
+               float least = -1)
         : plan_(cpx::carry<How>(sharding, comm.rank())), heads_(heads), by_(comm, {}, comm.through()),
-          tokens_(sharding.rows(comm.rank())) {
+          tokens_(sharding.rows(comm.rank())), least_(least) {
         options_.qk_l2norm = normalise;
     }
 
@@ -56,11 +57,12 @@ private:
     cpx::index_t tokens_, keys_ = tokens_ * heads_.key_heads * heads_.key_dim,
                           values_ = tokens_ * heads_.value_heads * heads_.value_dim,
                           gates_ = tokens_ * heads_.value_heads;
+    float const least_;
     float const most_ = std::sqrt(3.0f / static_cast<float>(heads_.key_dim)); // of vectors that are one long
     buffer<element> const q_ = random<element>(keys_, 1, -most_, most_), k_ = random<element>(keys_, 2, -most_, most_),
                           v_ = random<element>(values_, 3, -1, 1), dout_ = random<element>(values_, 6, -1, 1),
                           o_{values_}, dq_{keys_}, dk_{keys_}, dv_{values_};
-    buffer<float> const g_ = random<float>(gates_, 4, -1, 0), beta_ = random<float>(gates_, 5, 0, 1), dg_{gates_},
+    buffer<float> const g_ = random<float>(gates_, 4, least_, 0), beta_ = random<float>(gates_, 5, 0, 1), dg_{gates_},
                         dbeta_{gates_};
 };
 

@@ -140,7 +140,6 @@ TEST_SUITE("cuda") {
                 if (expected.o.size() != p.v.size()) expected = on_host(p, true); // once for a length
                 p.offsets = cuts;
                 p.shape.stretch = stretch;
-                p.shape.scan = stretch > 0;
                 p.first.assign(cuts.begin(), cuts.end() - 1);
                 index_t const steps = std::ssize(p.first) * heads;
                 gpu::stream const stream;
@@ -175,11 +174,11 @@ TEST_SUITE("cuda") {
     TEST_CASE("what segments make of states and of their gradients has the same bits at every run, and alone") {
         if (!has_gpus()) return;
         using T = __nv_bfloat16;
-        for (index_t const heads : {4, 32, 80}) { // by a block a half of a head, and a head: back of 80, forward of 32
+        for (index_t const heads : {4, 32, 80}) { // back by a block a half of a head, and of 80 a head
             CAPTURE(heads);
             auto p = make<T>({575, 1250}, 2, heads / 2, 128, 128, kind::no_decay, 37);
             p.first = {1250, 600};
-            p.shape.stretch = heads == 32 ? 4 : 0;
+            p.shape.stretch = heads == 32 ? 4 : 0; // several, and one
             gpu::stream const stream;
             auto const of_run = [&](folding<T>& of) {
                 of.poison(stream);
@@ -197,7 +196,7 @@ TEST_SUITE("cuda") {
                 for (std::size_t j = 0; j < first.size(); ++j) others += !on_ranks::same_bits(next[j], first[j]);
             }
             CHECK(others == 0);
-            // and those of the second sequence alone, for which a block has half a head of 32, too
+            // and those of the second sequence alone
             p.offsets = {575, 1825}, p.first = {600};
             p.state.resize(p.state.size() / 2);
             folding<T> second(p);
@@ -211,12 +210,12 @@ TEST_SUITE("cuda") {
         if (!has_gpus()) return;
         using T = __nv_bfloat16;
         for (head_dims const dim : core_dims)
-            for (bool const scan : {false, true}) {
+            for (index_t const stretch : {0, 2}) {
                 CAPTURE(dim.key);
                 CAPTURE(dim.value);
-                CAPTURE(scan);
+                CAPTURE(stretch);
                 auto p = make<T>({300, 0, 450, 130}, 1, 2, dim.key, dim.value, kind::mild, 39);
-                p.shape.scan = scan, p.shape.stretch = scan ? 2 : 0;
+                p.shape.stretch = stretch;
                 folding<T> replayed(p);
                 gpu::stream const stream;
                 harness::graph const graph(stream, [&] { replayed.run(stream); });
@@ -308,6 +307,7 @@ TEST_SUITE("cuda") {
                     CAPTURE(heads);
                     index_t const stretch = delta_stretch_of_steps(tokens, sequences, heads);
                     CHECK(stretch >= delta_scan_stretch);
+                    CHECK(stretch <= cpx::kernels::delta_uncut);
                     if (sequences > 0) CHECK(stretch <= std::max(delta_scan_stretch, tokens / 64 / sequences + 1));
                 }
     }

@@ -218,7 +218,6 @@ TEST_SUITE("cuda") {
                 p.offsets = {0, 30, 30, 330, 500}; // of which one is empty
                 p.first = {0, 30, 30, 330};
                 p.shape.stretch = stretch;
-                p.shape.scan = stretch > 0; // then by steps of stretches
                 constexpr index_t heads = 2;
                 index_t const size = key * value;
                 gpu::stream const stream;

@@ -15,12 +15,12 @@ enum class delta_order { together, states_first, steps_first };
 /// Whether so few sequences and heads are faster by steps of stretches: whatever the device, for bits depend on it.
 inline bool delta_by_stretches(index_t sequences, index_t heads) { return sequences * heads <= 16; }
 
-/// Chunks of a stretch by scan, at least.
+/// Chunks of a stretch by scan, unless a call says so; at least, where ranks choose.
 inline constexpr index_t delta_scan_stretch = 32;
 
-/// Returns of how many chunks stretches are where sequences with so many tokens, all of `heads`, go by their steps: with
-/// which steps, joining these and outputs take least, of sequences as long as each other. By a model of an H200, in
-/// tenths of microseconds of a chunk and of a stretch; whatever the device, for bits depend on it.
+/// Returns of how many chunks ranks let stretches of segments be that go by their steps, of so many tokens in all and of
+/// all `heads`: with which steps, joining these and outputs take least, of segments as long as each other. By a model of
+/// an H200, in tenths of microseconds of a chunk and of a stretch; whatever the device, for bits depend on it.
 inline index_t delta_stretch_of_steps(index_t tokens, index_t sequences, index_t heads) {
     constexpr index_t all = 128, of_outputs = 22, of_steps = 11, of_join = 28;
     auto const waves = [](index_t blocks) { return (blocks + all - 1) / all; };
@@ -33,7 +33,7 @@ inline index_t delta_stretch_of_steps(index_t tokens, index_t sequences, index_t
                              of_join * count * waves(16 * chains);
         if (best == 0 || cost < least) best = stretch, least = cost;
     }
-    return best;
+    return std::min(best, index_t{kernels::delta_uncut});
 }
 
 inline int multiprocessors() { return device_attribute(cudaDevAttrMultiProcessorCount); }
@@ -150,11 +150,8 @@ template <bool Erases, class T>
 delta_space delta_fold_space(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences,
                              bool back = false) {
     bool const hopper = has_delta_hopper<Erases, T>(shape, tokens);
-    auto cut = kernels::delta_cut{kernels::delta_uncut};
-    if (hopper && !back)
-        cut.chunks = static_cast<int>(shape.stretch > 0 ? shape.stretch
-                                                        : delta_stretch_of_steps(tokens, sequences, shape.value_heads));
-    auto space = delta_plan_space(shape, tokens, sequences, cut);
+    auto space = delta_plan_space(shape, tokens, sequences,
+                                  hopper && !back ? delta_scan_cut(shape) : kernels::delta_cut{kernels::delta_uncut});
     space.hopper = hopper;
     if (!hopper) return space;
     take_delta_prepared<Erases>(shape, space);

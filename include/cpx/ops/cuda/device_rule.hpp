@@ -57,7 +57,7 @@ public:
         auto shape = shape_of(in);
         shape.scan = s.by_scan && cuda::detail::delta_by_stretches(count(s), shape.value_heads);
         cuda::detail::require_saved(name, shape, in, here); // it may be lent
-        run(cuda::detail::delta_forward_space<Erases, T>(shape, in.k.count(), count(s), !kept.empty()), shape, in, m,
+        run(cuda::detail::delta_forward_space<Erases, T>(shape, room_of(s), count(s), !kept.empty()), shape, in, m,
             here, [&](auto const& call) { return cuda::detail::run_delta(call, o.data(), after); });
     }
 
@@ -79,10 +79,10 @@ public:
                cuda::detail::in_panels(in.q, in.k, in.v, o.data());
     }
     /// All outputs beside states take less time than some after them. So by serial states come first only where more
-    /// wait for them than one exchange brings them to. By scan they always do, made of the steps of stretches: sooner
-    /// than by a walk, for a tenth more time in all.
+    /// wait for them than one exchange brings them to. By scan they always do, made of the steps of stretches: others
+    /// wait less for them than for a walk's, though it takes a tenth more time in all.
     template <class X>
-    bool states_first(X const&, index_t, index_t exchanges, bool by_scan) const {
+    bool states_first(X const&, index_t /*segments*/, index_t exchanges, bool by_scan) const {
         return by_scan || exchanges > 1;
     }
     template <class X, class O>
@@ -95,7 +95,7 @@ public:
         if (s.by_scan) p.shape.stretch = cuda::detail::delta_stretch_of_steps(s.tokens, count(s), p.shape.value_heads);
         cuda::detail::require_saved(name, p.shape, p.in, here);
         p.space =
-            cuda::detail::delta_forward_space<Erases, T>(p.shape, p.in.k.count(), count(s), !kept.empty(), order_of(p));
+            cuda::detail::delta_forward_space<Erases, T>(p.shape, room_of(s), count(s), !kept.empty(), order_of(p));
         p.workspace = m.memory().template room<char>(p.space.bytes);
         with_call(p, m, here, [&](auto const& call) {
             cuda::detail::launch_delta_hopper_begin(call, order_of(p), given(p), s.to_ends);
@@ -135,7 +135,7 @@ public:
               caller here) const {
         auto const in = input(s, x, {});
         auto const shape = shape_of(in);
-        run(cuda::detail::delta_fold_space<Erases, T>(shape, in.k.count(), count(s)), shape, in, m, here,
+        run(cuda::detail::delta_fold_space<Erases, T>(shape, room_of(s), count(s)), shape, in, m, here,
             [&](auto const& call) { return cuda::detail::run_delta_fold(call, maps, ends); });
     }
     template <class X, class D, class G>
@@ -183,12 +183,14 @@ public:
                        memory& m, caller here) const {
         auto const in = input(s, x, {});
         auto const shape = shape_of(in);
-        run(cuda::detail::delta_fold_space<Erases, T>(shape, in.k.count(), count(s), true), shape, in, m, here,
+        run(cuda::detail::delta_fold_space<Erases, T>(shape, room_of(s), count(s), true), shape, in, m, here,
             [&](auto const& call) { return cuda::detail::run_delta_fold_back(call, dout.data(), dbefore); });
     }
 
 private:
     static index_t count(cuda::recurrence_segments const& s) { return std::ssize(s.first); }
+    /// Returns for how many tokens a call has room: those of its segments. The path does not depend on these.
+    static index_t room_of(cuda::recurrence_segments const& s) { return std::max(s.tokens, index_t{1}); }
     /// Returns what kernels read: q, k, v, g and, if there is a fifth of x, beta.
     template <class X>
     static cuda::gated_delta_rule_input<T> input(cuda::recurrence_segments const& s, X const& x,
