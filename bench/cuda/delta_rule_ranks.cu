@@ -10,7 +10,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cmath>
 #include <cstdio>
 #include <optional>
 #include <string>
@@ -90,7 +89,7 @@ void time(std::string const& layout, char const* how, auto const& sharding, cpx:
     std::fflush(stdout);
     if (window || ranks.ranks() != 2 || heads.key_heads != 16 || how != std::string("scan")) return;
     std::string const what =
-        "forward, " + layout + ", scan, 16/32 heads, g from " + std::to_string(std::lround(least_g));
+        "forward, " + layout + ", scan, 16/32 heads, g from " + std::to_string(static_cast<int>(least_g));
     limits.at_most(what, 1000 * forward, 800, "us");
     limits.at_most(what + ", one alone", 1000 * alone, 800, "us");
 }

@@ -18,9 +18,9 @@ inline bool delta_by_stretches(index_t sequences, index_t heads) { return sequen
 /// Chunks of a stretch by scan, unless a call says so; at least, where ranks choose.
 inline constexpr index_t delta_scan_stretch = 32;
 
-/// Returns of how many chunks ranks let stretches of segments be that go by their steps, of so many tokens in all and of
-/// all `heads`: with which steps, joining these and outputs take least, of segments as long as each other. By a model of
-/// an H200, in tenths of microseconds of a chunk and of a stretch; whatever the device, for bits depend on it.
+/// Returns of how many chunks ranks let stretches of segments be that go by their steps, of so many tokens in all and
+/// of all `heads`: with which steps, joining these and outputs take least, of segments as long as each other. By a
+/// model of an H200, in tenths of microseconds of a chunk and of a stretch; whatever the device, for bits depend on it.
 inline index_t delta_stretch_of_steps(index_t tokens, index_t sequences, index_t heads) {
     constexpr index_t all = 128, of_outputs = 22, of_steps = 11, of_join = 28;
     auto const waves = [](index_t blocks) { return (blocks + all - 1) / all; };
