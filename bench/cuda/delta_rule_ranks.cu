@@ -99,11 +99,9 @@ std::string run(int rank) {
     int const count = ranks->ranks();
     auto const batch = cpx::thd::from_lengths(std::vector<index_t>{count * of_a_rank});
     if (rank == 0)
-        std::printf("gated delta rule, %td tokens in one sequence over %d ranks, %s: bfloat16, heads of 128, g from "
-                    "so much to 0, states sent and received or through the window; ms of the slowest rank, 5 calls in "
-                    "a row but "
-                    "for one alone\n%-35s "
-                    "%10s %10s %10s %10s\n",
+        std::printf("gated delta rule, %td tokens in one sequence over %d ranks, %s: bfloat16, heads of 128, g from so "
+                    "much to 0, states sent and received or through the window; ms of the slowest rank, 5 calls in a "
+                    "row but for one alone\n%-35s %10s %10s %10s %10s\n",
                     batch.tokens(), count, timing::device_name().c_str(), "", "forward", "one alone", "backward",
                     "one alone");
     timing::limits limits;
