@@ -101,7 +101,7 @@ std::string run(int rank) {
     if (rank == 0)
         std::printf("gated delta rule, %td tokens in one sequence over %d ranks, %s: bfloat16, heads of 128, g from so "
                     "much to 0, states sent and received or through the window; ms of the slowest rank, 5 calls in a "
-                    "row but for one alone\n%-35s %10s %10s %10s %10s\n",
+                    "row but for one alone\n%-34s %10s %10s %10s %10s\n",
                     batch.tokens(), count, timing::device_name().c_str(), "", "forward", "one alone", "backward",
                     "one alone");
     timing::limits limits;

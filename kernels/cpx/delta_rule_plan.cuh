@@ -53,7 +53,7 @@ struct delta_stretch {
 inline constexpr int delta_uncut = 1 << 24;
 
 /// How sequences are cut into stretches, whose outputs are computed beside each other while walks with nothing but the
-/// state go on; a chunk's outputs take about three steps of a walk. No bit depends on it.
+/// state go on; a chunk's outputs take about three steps of a walk. No bit depends on it, unless by scan.
 struct delta_cut {
     static constexpr int short_chunks = 16;
 

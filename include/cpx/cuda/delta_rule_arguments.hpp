@@ -33,11 +33,13 @@ struct gated_delta_rule_shape {
     index_t key_heads = 1, value_heads = 1; ///< a multiple of the key heads: value head h reads key head h / group
     index_t key_dim = 128, value_dim = 128; ///< at most 256, and at most 65536
     std::optional<double> scale = {};       ///< factor of q; none: 1 / sqrt(key_dim)
-    /// Chunks of 64 tokens that kernels run as one, a stretch of a sequence; 0: chosen, by scan and in folds 32. There
-    /// bits depend on it, and many heads are faster with longer ones: 128 of one sequence of 32768 tokens and 32 heads.
+    /// Chunks of 64 tokens that kernels run as one, a stretch of a sequence; 0: chosen, by scan and in
+    /// `gated_delta_rule_fold` 32. There bits depend on it, and many heads are faster with longer ones: 128 of one
+    /// sequence of 32768 tokens and 32 heads. A backward and its fold have none.
     index_t stretch = 0;
-    /// Tensor cores: stretches are folded beside each other, and states made of their steps, as a fold does it always.
-    /// Faster where sequences and heads are few, and within rounding of the other way.
+    /// Tensor cores, forward: stretches are folded beside each other, and states made of their steps, as
+    /// `gated_delta_rule_fold` always does. Faster where sequences and heads are few, and within rounding of the other
+    /// way.
     bool scan = false;
     delta_rule_path path = delta_rule_path::tensor_cores; ///< this one, where it can be taken
 };

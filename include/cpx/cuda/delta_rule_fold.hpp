@@ -62,7 +62,8 @@ index_t gated_delta_rule_fold_workspace(gated_delta_rule_shape const& shape, ind
 /// workspace: device memory at a multiple of 256 bytes. No result overlaps anything else. Can be captured.
 ///
 /// Returns the path it took, as `gated_delta_rule` does. On tensor cores the columns of M and E are states like any
-/// other, with operands of bfloat16: within rounding of the state that `gated_delta_rule` hands on.
+/// other, with operands of bfloat16: within rounding of the state that `gated_delta_rule` hands on. Segments are cut
+/// into stretches of `shape.stretch` chunks, or 32, whose steps are joined in float: bits depend on it.
 ///
 /// Throws `cpx::error` on shapes that do not fit and memory of another device, before anything is launched.
 template <gpu_number T, erases Of = erases::yes>
@@ -93,7 +94,7 @@ delta_rule_path gated_delta_rule_fold(gated_delta_rule_shape const& shape,
 /// gradient, where dS is the gradient of the state after the segment.
 ///
 /// dout: the gradients of o; `in.v`, which has its shape all the same, and `in.state` are not read. dstates:
-/// (sequences, value heads, Dk, Dv), written; the rest as in the fold.
+/// (sequences, value heads, Dk, Dv), written; the rest as in the fold. No segment is cut.
 template <gpu_number T, erases Of = erases::yes>
 delta_rule_path gated_delta_rule_backward_fold(gated_delta_rule_shape const& shape,
                                                std::type_identity_t<gated_delta_rule_input<T>> const& in,

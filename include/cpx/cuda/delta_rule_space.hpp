@@ -58,7 +58,7 @@ bool has_delta_hopper() {
     return code.numRegs > 64;
 }
 
-/// Returns how sequences are cut by scan: always alike, so that the bits are those of every GPU.
+/// Returns how sequences are cut by scan and in folds: on all GPUs alike, for bits depend on it.
 inline kernels::delta_cut delta_scan_cut(gated_delta_rule_shape const& shape) {
     return {static_cast<int>(shape.stretch > 0 ? shape.stretch : delta_scan_stretch)};
 }

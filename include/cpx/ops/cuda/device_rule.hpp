@@ -189,7 +189,8 @@ public:
 
 private:
     static index_t count(cuda::recurrence_segments const& s) { return std::ssize(s.first); }
-    /// Returns for how many tokens a call has room: those of its segments. The path does not depend on these.
+    /// Returns for how many tokens a call has room: those of its segments, of which there is one at least. The path
+    /// does not depend on how many.
     static index_t room_of(cuda::recurrence_segments const& s) { return std::max(s.tokens, index_t{1}); }
     /// Returns what kernels read: q, k, v, g and, if there is a fifth of x, beta.
     template <class X>

@@ -86,7 +86,7 @@ recurrence_gradients(D, X, rows<float const> = {}, rows<float> = {}) -> recurren
 /// too, of segments whose states others wait for, or that wait for others:
 ///
 /// - `parts`: a type for what has begun; `has_parts(x, o)`: whether a forward of these has them
-/// - `states_first(x, segments, exchanges, by_scan)`: whether that is faster, of so many segments that others wait for,
+/// - `states_first(x, segments, exchanges, by_scan)`: whether that is wanted of so many segments that others wait for,
 ///   with so many exchanges in all
 /// - `begin(segments, x, before, o, known, kept, by, here)` returns it; known: a `states_before`, which says whether
 ///   `before` is given

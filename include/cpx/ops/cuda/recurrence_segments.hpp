@@ -18,7 +18,7 @@ namespace cpx::cuda {
 struct recurrence_segments {
     std::span<index_t const> offsets, first, counts;
     index_t tokens = 0;   ///< of all
-    bool by_scan = false; ///< whether their states may be joined of steps, too, as the carry says
+    bool by_scan = false; ///< whether their states may be made of steps, too, as the carry says
     bool to_ends = true;  ///< whether states after them may be wanted of a forward that begins in parts
 };
 
