@@ -4781,7 +4781,7 @@ namespace cpx {
 struct serial {};
 
 /// `scan` folds every segment into its step S -> M S + E and joins the steps of neighbours, of twice as many segments
-/// with every exchange. Equal to one rank within rounding, in an order that the sharding alone decides.
+/// with every exchange. Equal to one rank within rounding, in an order that sharding and heads decide.
 struct scan {};
 
 template <class How>
