@@ -2,12 +2,11 @@
 # Compiles the kernels of the gated delta rule and of a decay a head for sm_90a; fails if registers are spilled or
 # tensor cores' products serialised.
 file(WRITE ${OUTPUT}.cu
-    "#include <cpx/delta_rule_dstate.cuh>\n#include <cpx/delta_rule_grad.cuh>\n"
+    "#include <cpx/delta_rule_dstate.cuh>\n#include <cpx/delta_rule_grad.cuh>\n#include <cpx/delta_rule_scan.cuh>\n"
     "using namespace cpx::kernels;\n"
     "template <bool Erases>\n"
     "void* const kernels[] = {(void*)delta_rule_prep<Erases>, (void*)delta_rule_state<Erases>,\n"
-    "    (void*)delta_rule_main<Erases>, (void*)delta_rule_fold<Erases>,\n"
-    "    (void*)delta_rule_join<Erases>,\n"
+    "    (void*)delta_rule_main<Erases>, (void*)delta_rule_fold<Erases>, (void*)delta_rule_join<Erases>,\n"
     "    (void*)delta_rule_grad<Erases>, (void*)delta_rule_walks<1, Erases>};\n"
     "void* const* const both[] = {kernels<true>, kernels<false>};\n"
     "void* const of_one[] = {(void*)delta_rule_walks<2, true>, (void*)delta_rule_fold<false, true>,\n"
