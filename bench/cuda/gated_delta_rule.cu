@@ -17,6 +17,9 @@ using timing::random;
 namespace gpu = cpx::cuda;
 using element = __nv_bfloat16;
 
+/// What gates are: all 1, of some decay, or made of parameters by the kernels that read them.
+enum class gates { none, decay, made };
+
 /// What is timed: a decay a head erases nothing.
 struct work {
     bool erases = true;
@@ -55,7 +58,7 @@ double designed_ms(bool back, work const& w, double rate) {
 
 /// Returns the milliseconds of a forward, or of a backward with what its forward has saved, by replays of a graph, and
 /// prints them.
-double time(bool back, work const& w, bool decays, double rate, gpu::stream const& stream) {
+double time(bool back, work const& w, gates of, double rate, gpu::stream const& stream) {
     bool const erases = w.erases, scan = w.scan;
     index_t const key_heads = w.key_heads, value_heads = w.value_heads, sequences = w.sequences, length = w.length;
     index_t const tokens = sequences * length, dim = w.dim;
@@ -63,8 +66,13 @@ double time(bool back, work const& w, bool decays, double rate, gpu::stream cons
     auto const q = random<element>(tokens * key_heads * dim, 1, -most, most);
     auto const k = random<element>(tokens * key_heads * dim, 2, -most, most);
     auto const v = random<element>(tokens * value_heads * dim, 3, -1, 1);
-    auto const g = random<float>(tokens * value_heads, 4, decays ? -0.1f : 0.0f, 0);
+    auto const g = random<float>(tokens * value_heads, 4, of == gates::none ? 0.0f : -0.1f, 0);
     auto const beta = random<float>(tokens * value_heads, 5, 0, 1);
+    bool const made = of == gates::made;
+    auto const a = random<element>(made ? tokens * value_heads : 0, 8, -3, 3), da = random<element>(a.size(), 8, 0, 1);
+    auto const a_log = random<float>(made ? value_heads : 0, 9, -4, -3),
+               dt_bias = random<float>(a_log.size(), 10, 0, 1), da_log = random<float>(a_log.size(), 9, 0, 1),
+               ddt_bias = random<float>(a_log.size(), 9, 0, 1);
     std::vector<index_t> list;
     for (index_t s = 0; s <= sequences; ++s) list.push_back(s * length);
     gpu::buffer<index_t> const offsets{std::span<index_t const>(list)};
@@ -88,21 +96,28 @@ double time(bool back, work const& w, bool decays, double rate, gpu::stream cons
          back ? gpu::gated_delta_rule_backward_workspace<element, gpu::erases::no>(shape, tokens, sequences) : 0}));
     auto const all = [](auto const& b) { return std::span(b.data(), static_cast<std::size_t>(b.size())); };
     auto path = gpu::delta_rule_path::plain;
+    rows<float const> const g_rows(g.data(), tokens, value_heads);
+    rows<element const> const a_rows =
+        made ? rows<element const>(a.data(), tokens, value_heads) : rows<element const>();
     auto const run = [&](bool back) {
         gpu::gated_delta_rule_input<element> const in{{q.data(), tokens, key_heads * dim},
                                                       {k.data(), tokens, key_heads * dim},
                                                       {v.data(), tokens, value_heads * dim},
-                                                      {g.data(), tokens, value_heads},
+                                                      made ? rows<float const>() : g_rows,
                                                       {beta.data(), tokens, value_heads},
                                                       all(offsets),
                                                       {},
                                                       {},
                                                       {},
-                                                      all(saved)};
+                                                      all(saved),
+                                                      -1,
+                                                      {a_rows, all(a_log), all(dt_bias)}};
         rows<element> const values(o.data(), tokens, value_heads * dim);
         rows<element const> const of_o(dout.data(), tokens, value_heads * dim);
         rows<element> const of_q(dq.data(), tokens, key_heads * dim), of_k(dk.data(), tokens, key_heads * dim);
-        rows<float> const of_g(dg.data(), tokens, value_heads), of_beta(dbeta.data(), tokens, value_heads);
+        rows<float> const of_g = made ? rows<float>() : rows<float>(dg.data(), tokens, value_heads);
+        rows<float> const of_beta(dbeta.data(), tokens, value_heads);
+        rows<element> const of_a = made ? rows<element>(da.data(), tokens, value_heads) : rows<element>();
         if (!erases) {
             gpu::gated_delta_rule_input<element> const decaying{in.q, in.k, in.v, in.g, {}, in.offsets};
             path = !back ? gpu::gated_delta_rule<element, gpu::erases::no>(shape, decaying, values, all(last),
@@ -112,8 +127,10 @@ double time(bool back, work const& w, bool decays, double rate, gpu::stream cons
             return;
         }
         path = !back ? gpu::gated_delta_rule<element>(shape, in, values, all(last), all(space), stream)
-                     : gpu::gated_delta_rule_backward<element>(shape, in, of_o, all(last),
-                                                               {of_q, of_k, values, of_g, of_beta}, all(space), stream);
+                     : gpu::gated_delta_rule_backward<element>(
+                           shape, in, of_o, all(last),
+                           {of_q, of_k, values, of_g, of_beta, {}, {of_a, all(da_log), all(ddt_bias)}}, all(space),
+                           stream);
     };
     if (back) run(false); // leaves what the backward reads
     harness::graph const graph(stream, [&] { run(back); });
@@ -132,7 +149,10 @@ double time(bool back, work const& w, bool decays, double rate, gpu::stream cons
     auto const number = [](index_t n) { return static_cast<std::ptrdiff_t>(n); };
     std::printf("%-5s %-8s %-4s %2td x %-7td %2td/%-3td %3td %-6s %-13s %9.4f %8.1f%%", erases ? "delta" : "decay",
                 back ? "backward" : "forward", scan ? "scan" : "", number(sequences), number(length), number(key_heads),
-                number(value_heads), number(dim), decays ? "decay" : "none",
+                number(value_heads), number(dim),
+                of == gates::none ? "none"
+                : made            ? "made"
+                                  : "decay",
                 path == gpu::delta_rule_path::plain ? "plain" : "tensor cores", ms, 100 * bytes / (ms * 1e-3) / rate);
     if (dim == 128) std::printf(" %9.0f", flop / (ms * 1e-3) * 1e-12);
     bool const designed = erases && !scan && path == gpu::delta_rule_path::tensor_cores;
@@ -193,16 +213,19 @@ int main(int argc, char** argv) {
               work{true, 16, 32, 1, 32768, 0, 0, false, 64, gpu::delta_rule_path::plain},
               work{true, 16, 32, 4, 8192, 0, 0, false, 64, gpu::delta_rule_path::plain}}) {
             if (back && w.scan) continue;
-            for (bool const decays : {true, false}) {
-                if (!decays && w.path == gpu::delta_rule_path::plain) continue; // its time is the same
-                double const ms = time(back, w, decays, rate, stream);
+            for (gates const of : {gates::decay, gates::none, gates::made}) {
+                if (of == gates::none && w.path == gpu::delta_rule_path::plain) continue; // its time is the same
+                if (of == gates::made && w.forward == 0) continue;
+                double const ms = time(back, w, of, rate, stream);
+                if (of == gates::made) continue;
                 if (w.erases) of_delta.push_back(ms);
                 double const limit = !w.erases ? of_delta[next++] : back ? w.backward : w.forward;
                 if (limit == 0) continue;
                 limits.at_most(std::string(w.erases ? "gated delta rule " : "decay a head, by the delta rule's, ") +
                                    (back ? "backward, " : "forward, ") + std::to_string(w.sequences) + " x " +
                                    std::to_string(w.length) + ", " + std::to_string(w.key_heads) + "/" +
-                                   std::to_string(w.value_heads) + " heads" + (decays ? "" : ", no decay") + ", us",
+                                   std::to_string(w.value_heads) + " heads" + (of == gates::decay ? "" : ", no decay") +
+                                   ", us",
                                1000 * ms, 1000 * limit, "us");
             }
         }

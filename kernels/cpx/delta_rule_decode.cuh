@@ -3,8 +3,7 @@
 #pragma once
 
 #include <cpx/array.cuh>
-#include <cpx/delta_rule_plan.cuh>
-#include <cpx/pack.cuh>
+#include <cpx/delta_rule_log_decays.cuh>
 
 #include <cstdint>
 
@@ -14,7 +13,8 @@ namespace cpx::kernels {
 template <class T>
 struct delta_decode {
     delta_rows<T const> q, k, v; ///< (rows, heads * Dk or Dv)
-    delta_rows<float const> g, beta;
+    delta_log_decays<T> g;
+    delta_rows<float const> beta;
     std::int64_t const* slots; ///< which state a row has, below 0: none, then nothing is written; null: its own
     std::int64_t states;       ///< that there are: a slot beyond them traps
     int key_heads, group;      ///< value heads a key head
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(256) delta_rule_decode(delta_decode<T> const i
         keys[i] = i < in.key_dim ? widen(in.k.at(row)[channel]) : 0.0f;
         queries[i] = i < in.key_dim ? widen(in.q.at(row)[channel]) : 0.0f;
     }
-    float const decay = expf(in.g.at(row)[head]), beta = in.erases ? in.beta.at(row)[head] : 1.0f;
+    float const decay = expf(in.g.at(row, head)), beta = in.erases ? in.beta.at(row)[head] : 1.0f;
     float value[V];
 #pragma unroll
     for (int i = 0; i < V; ++i)

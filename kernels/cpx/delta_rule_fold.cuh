@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(128) delta_rule_plain_fold(delta_tokens<T> con
         float k[R], v[C] = {};
         state.load_row(in.k.at(row) + key_channel, k);
         if (!of_map) state.load_columns(in.v.at(row) + value_channel, v);
-        float const decay = expf(in.g.at(row)[head]), beta = in.beta_of(row, head);
+        float const decay = expf(in.g.at(row, head)), beta = in.beta_of(row, head);
         float stored[C] = {};
         whole *= decay;
 #pragma unroll
@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(128)
         state.load_row(in.q.at(row) + key_channel, q);
         state.load_row(in.k.at(row) + key_channel, k);
         state.load_columns(dout.at(row) + value_channel, d);
-        float const decay = expf(in.g.at(row)[head]), beta = in.beta_of(row, head);
+        float const decay = expf(in.g.at(row, head)), beta = in.beta_of(row, head);
 #pragma unroll
         for (int c = 0; c < C; ++c)
 #pragma unroll

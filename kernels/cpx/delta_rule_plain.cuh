@@ -2,8 +2,7 @@
 // The gated delta rule and a decay a head token by token, of every size, float sums: along a sequence, and back.
 #pragma once
 
-#include <cpx/delta_rule_plan.cuh>
-#include <cpx/pack.cuh>
+#include <cpx/delta_rule_log_decays.cuh>
 
 #include <cstdint>
 
@@ -13,7 +12,8 @@ namespace cpx::kernels {
 template <class T>
 struct delta_tokens {
     delta_rows<T const> q, k, v; ///< (tokens, heads * Dk or Dv)
-    delta_rows<float const> g, beta;
+    delta_log_decays<T> g;
+    delta_rows<float const> beta;
     delta_plan plan;
     int key_heads, group; ///< value heads a key head
     int key_dim, value_dim;
@@ -123,7 +123,7 @@ __global__ void __launch_bounds__(128) delta_rule_plain(delta_tokens<T> const in
         state.load_row(in.q.at(row) + key_channel, q);
         state.load_row(in.k.at(row) + key_channel, k);
         state.load_columns(in.v.at(row) + value_channel, v);
-        float const decay = expf(in.g.at(row)[head]), beta = in.beta_of(row, head);
+        float const decay = expf(in.g.at(row, head)), beta = in.beta_of(row, head);
         float sums[2 * C + 1] = {}; // K S, Q S, and q k
 #pragma unroll
         for (int r = 0; r < R; ++r) {
@@ -178,7 +178,7 @@ __global__ void __launch_bounds__(128)
         state.load_row(in.q.at(row) + key_channel, q);
         state.load_row(in.k.at(row) + key_channel, k);
         state.load_columns(dout.at(row) + value_channel, d);
-        float const decay = expf(in.g.at(row)[head]), beta = in.beta_of(row, head);
+        float const decay = expf(in.g.at(row, head)), beta = in.beta_of(row, head);
         float right[C] = {}, of_v[C];
 #pragma unroll
         for (int c = 0; c < C; ++c)

@@ -114,14 +114,14 @@ __device__ __forceinline__ void read_gates(plain_memory& m, delta_tokens<T> cons
         m.beta[thread] = in.beta_of(begin + thread, head);
         float product = 1;
         for (int i = 0; i < n; ++i) {
-            if (i > thread) product *= expf(in.g.at(begin + i)[head]);
+            if (i > thread) product *= expf(in.g.at(begin + i, head));
             m.decay[i][thread] = i < thread ? 0.0f : product;
         }
         m.kept[thread] = product; // decay[n - 1][thread]
     }
     if (thread == 0) {
         float product = 1;
-        for (int i = 0; i < n; ++i) m.until_now[i] = product *= expf(in.g.at(begin + i)[head]);
+        for (int i = 0; i < n; ++i) m.until_now[i] = product *= expf(in.g.at(begin + i, head));
     }
 }
 

@@ -2,7 +2,7 @@
 // The gated delta rule's first kernel (sm_90a): of every chunk and value head what does not depend on the state.
 #pragma once
 
-#include <cpx/delta_rule_plan.cuh>
+#include <cpx/delta_rule_log_decays.cuh>
 #include <cpx/delta_rule_tiles.cuh>
 
 #include <cute/arch/mma_sm80.hpp>
@@ -255,8 +255,9 @@ __device__ __forceinline__ void compute_gates(float const* g, float const* beta,
 struct delta_prep_input {
     delta_segments segments;
     delta_plan plan;
-    delta_rows<float const> g, beta; ///< (tokens, value heads); no beta where nothing is erased
-    int key_heads, group;            ///< value heads a key head
+    delta_log_decays<__nv_bfloat16> g;
+    delta_rows<float const> beta; ///< (tokens, value heads); none where nothing is erased
+    int key_heads, group;         ///< value heads a key head
 };
 
 /// Returns how many blocks a chunk has: one for two key heads and two value heads of either.
@@ -279,9 +280,12 @@ __device__ __forceinline__ void load_gates(delta_prep_input const& in, int first
     for (int half = 0; half < 2; ++half) {
         int const at = token + 32 * half;
         bool const there = head_there && at < n;
-        g[half] = there ? in.g.at(begin + at)[head] : 0.0f;
+        g[half] = there ? in.g.read(begin + at, head) : 0.0f;
         b[half] = there ? (Erases ? in.beta.at(begin + at)[head] : 1.0f) : 0.0f;
     }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) // what is read is on its way for both
+        if (head_there && token + 32 * half < n) g[half] = in.g.made_of(g[half], head);
 #pragma unroll
     for (int half = 0; half < 2; ++half)
         to.g[slot][token + 32 * half] = g[half], to.beta[slot][token + 32 * half] = b[half];

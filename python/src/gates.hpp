@@ -3,7 +3,7 @@
 #pragma once
 
 #include <cpx/core/elements.hpp>
-#include <cpx/ops/local/delta_rule.hpp>
+#include <cpx/ops/local/delta_gates.hpp>
 #include <cpx/ops/local/shape.hpp>
 
 #include <span>

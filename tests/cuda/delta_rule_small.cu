@@ -9,6 +9,8 @@
 #include "packed_heads.hpp"
 
 #include <algorithm>
+#include <utility>
+#include <vector>
 
 namespace {
 
@@ -161,6 +163,40 @@ TEST_SUITE("cuda") {
             check_paths<Erases::value>(make<element>({65, 0, 200, 64, 330}, 1, 2, dim.key, dim.value, kind::mild, 31));
             check_paths<Erases::value>(make<element>(crowd, 1, 1, dim.key, dim.value, kind::mild, 32));
         }
+    }
+
+    TEST_CASE("gradients of parameters of log decays on few tokens: the paths are within rounding") {
+        if (!has_gpus()) return;
+        auto const p = make<element>({65, 0, 130}, 1, 2, 128, 128, kind::mild, 34);
+        device_problem<element> const there{p};
+        index_t const tokens = p.tokens();
+        buffer<element> const a = upload<element>(slice(p.v, 1, 0, 2 * tokens));
+        buffer<float> const a_log = upload<float>({-2, 0.5}), dt_bias = upload<float>({0.5, -1});
+        auto in = there.erasing();
+        in.g = {}, in.g_of = {{a.data(), tokens, 2}, all(a_log), all(dt_bias)};
+        gpu::stream const stream;
+        auto const gradients = [&](delta_rule_path path) {
+            auto shape = p.shape;
+            shape.path = path;
+            auto const dq = poisoned<element>(p.q.size()), dk = poisoned<element>(p.q.size()),
+                       dv = poisoned<element>(p.v.size()), da = poisoned<element>(p.g.size());
+            auto const dbeta = poisoned<float>(p.g.size()), sums = poisoned<float>(4);
+            buffer<char> const space(gpu::gated_delta_rule_backward_workspace<element>(shape, tokens, 3));
+            gpu::gated_delta_rule_backward<element>(
+                shape, in, there.gradients(), all(there.dlast),
+                {.dq = {dq.data(), tokens, p.keys()},
+                 .dk = {dk.data(), tokens, p.keys()},
+                 .dv = {dv.data(), tokens, p.values()},
+                 .dg = rows<float>(),
+                 .dbeta = {dbeta.data(), tokens, 2},
+                 .dg_of = {{da.data(), tokens, 2}, all(sums).first(2), all(sums).last(2)}},
+                all(space), stream);
+            stream.synchronize();
+            return std::pair(widen(da.read()), widen(sums.read()));
+        };
+        auto const got = gradients(core_path()), expected = gradients(delta_rule_path::plain);
+        check_close("da", got.first, expected.first, 8e-3);
+        check_close("da_log and ddt_bias", got.second, expected.second, 8e-3);
     }
 
     TEST_CASE("a step of decoding of few sequences is the plain path's of one token each") {

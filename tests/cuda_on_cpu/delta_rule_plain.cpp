@@ -94,7 +94,7 @@ struct results {
         kernels::delta_tokens<T> const in{p.q.at(),
                                           p.k.at(),
                                           p.v.at(),
-                                          p.g.at(),
+                                          {p.g.at()},
                                           p.beta.at(),
                                           plan,
                                           p.of.key_heads,

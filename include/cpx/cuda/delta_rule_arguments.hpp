@@ -5,7 +5,7 @@
 #include <cpx/core/field.hpp>
 #include <cpx/cuda/arguments.hpp>
 
-#include <cpx/delta_rule_plan.cuh>
+#include <cpx/delta_rule_log_decays.cuh>
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -44,6 +44,23 @@ struct gated_delta_rule_shape {
     delta_rule_path path = delta_rule_path::tensor_cores; ///< this one, where it can be taken
 };
 
+/// What log decays are made of where kernels read them, if it is given in their place: -exp(a_log) softplus(a +
+/// dt_bias), with the bits of `rowwise::delta_gates`.
+template <class T>
+struct log_decay_parameters {
+    rows<T const> a = {};                            ///< as g, of T
+    std::span<float const> a_log = {}, dt_bias = {}; ///< (value heads)
+
+    bool given() const { return !a_log.empty() || !dt_bias.empty() || a.data(); }
+};
+
+/// Their gradients, all written: a_log's and dt_bias' are sums over all tokens, in an order that their chunks decide.
+template <class T>
+struct log_decay_gradients {
+    rows<T> da = {};
+    std::span<float> da_log = {}, ddt_bias = {};
+};
+
 /// What the gated delta rule reads, in device memory. Rows: (tokens, heads * dim), q and k normalised, or (tokens,
 /// value heads) for g (log decay, never positive) and beta. Any strides. Of a decay a head, `erases::no`: q and k of
 /// any norm, neither beta nor `saved`.
@@ -61,6 +78,8 @@ struct gated_delta_rule_input {
     std::span<char> saved{};
     /// For which there is room in `saved`: those of the sequences, at least, not 0; negative: all rows.
     index_t saved_tokens = -1;
+    /// In place of g, which is none then: what it is made of.
+    log_decay_parameters<T> g_of = {};
 };
 
 /// The gradients of a gated delta rule, of the same shapes; all written. Of a decay a head without dbeta.
@@ -69,6 +88,7 @@ struct gated_delta_rule_gradients {
     field<rows<T>> dq, dk, dv;
     field<rows<float>> dg, dbeta = {};
     field<std::span<float>> dstate = {}; ///< of the states before the sequences; empty if it is not wanted
+    log_decay_gradients<T> dg_of = {};   ///< in place of dg, where `g_of` is given in place of g
 };
 
 namespace detail {
@@ -80,7 +100,7 @@ struct delta_space {
     bool hopper = false, states_first = false; ///< states are computed before outputs
     index_t plan = 0, stretch_list = 0, totals = 0, flags = 0;
     index_t inverse = -1, gates = -1, snapshots = -1, maps = -1, ends = -1;
-    index_t states = -1, dstates = -1, written = -1, dwritten = -1, dq = -1, dk = -1;
+    index_t states = -1, dstates = -1, written = -1, dwritten = -1, dq = -1, dk = -1, dg = -1, terms = -1;
     index_t bytes = 0;
 
     /// Takes `count` elements of `size` bytes off the end.
@@ -121,6 +141,12 @@ inline delta_space delta_plan_space(gated_delta_rule_shape const& shape, index_t
     return space;
 }
 
+/// Takes room for the gradients of log decays that are made of parameters, and chunks' terms of these.
+inline void take_delta_parameters(gated_delta_rule_shape const& shape, index_t tokens, delta_space& space) {
+    space.dg = space.take(tokens * shape.value_heads, sizeof(float));
+    space.terms = space.take(space.chunks * 2 * shape.value_heads, sizeof(float));
+}
+
 inline delta_space delta_plain_backward_space(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences) {
     auto space = delta_plan_space(shape, tokens, sequences);
     index_t const state = shape.value_heads * shape.key_dim * shape.value_dim;
@@ -136,6 +162,12 @@ inline delta_space delta_plain_backward_space(gated_delta_rule_shape const& shap
 template <class T>
 kernels::delta_rows<T> delta_view(rows<T> r) {
     return {r.data(), r.stride()};
+}
+
+/// Returns the log decays that a call reads.
+template <class T>
+kernels::delta_log_decays<T> delta_log_decays_of(rows<float const> g, log_decay_parameters<T> const& of) {
+    return {delta_view(g), delta_view(of.a), of.a_log.data(), of.dt_bias.data()};
 }
 
 inline float delta_scale_of(gated_delta_rule_shape const& shape) {
@@ -188,6 +220,15 @@ inline void require_delta_sizes(char const* where, gated_delta_rule_shape const&
             in_words(delta_chunks(tokens, sequences), " times ", of_chunk), here);
 }
 
+/// Throws `cpx::error` unless there is a number for each value head.
+template <class F>
+void require_heads(char const* where, char const* what, gated_delta_rule_shape const& shape, std::span<F> numbers,
+                   caller here) {
+    require(std::ssize(numbers) == shape.value_heads, where, (std::string("size of ") + what).c_str(),
+            shape.value_heads, numbers.size(), here);
+    require_memory(where, {{what, numbers}}, here);
+}
+
 /// Throws `cpx::error` unless sizes make sense and the rows that are read fit them, among them beta if `Erases`.
 template <bool Erases, class In>
 void require_delta_rows(char const* where, gated_delta_rule_shape const& shape, In const& in, caller here) {
@@ -196,7 +237,14 @@ void require_delta_rows(char const* where, gated_delta_rule_shape const& shape, 
     require_delta_tokens(where, tokens, here);
     index_t const keys = shape.key_heads * shape.key_dim, values = shape.value_heads * shape.value_dim;
     require_rows(where, {{"q", in.q, tokens, keys}, {"k", in.k, tokens, keys}, {"v", in.v, tokens, values}}, here);
-    require_rows(where, {{"g", in.g, tokens, shape.value_heads}}, here);
+    if (in.g_of.given()) {
+        require(!in.g.data(), where, "g", "none, for it is made of parameters", "some", here);
+        require_rows(where, {{"a", in.g_of.a, tokens, shape.value_heads}}, here);
+        require_heads(where, "a_log", shape, in.g_of.a_log, here);
+        require_heads(where, "dt_bias", shape, in.g_of.dt_bias, here);
+    } else {
+        require_rows(where, {{"g", in.g, tokens, shape.value_heads}}, here);
+    }
     if constexpr (Erases)
         require_rows(where, {{"beta", in.beta, tokens, shape.value_heads}}, here);
     else
@@ -229,7 +277,8 @@ void require_delta_apart(char const* where, gated_delta_rule_input<T> const& in,
     require_apart(where, all,
                   std::array{operand("q", in.q), operand("k", in.k), operand("v", in.v), operand("g", in.g),
                              operand("beta", in.beta), operand("offsets", in.offsets), operand("state", in.state),
-                             operand("first", in.first), operand("counts", in.counts)},
+                             operand("first", in.first), operand("counts", in.counts), operand("a", in.g_of.a),
+                             operand("a_log", in.g_of.a_log), operand("dt_bias", in.g_of.dt_bias)},
                   here);
     require_apart(where, all, std::span(more.begin(), more.size()), here);
 }

@@ -89,8 +89,8 @@ void launch_delta_prepared(delta_call<Erases, T> const& of, kernels::delta_walk 
     launch_hopper(of, "delta_rule_prep", kernels::delta_rule_prep<Erases>,
                   of.space.chunks * kernels::delta_prep_blocks(walk.key_heads, walk.group), 128,
                   Erases ? sizeof(kernels::delta::prep_memory) : sizeof(kernels::delta::prep_gates), keys,
-                  kernels::delta_prep_input{of.segments(), walk.plan, delta_view(of.in.g), delta_view(of.in.beta),
-                                            walk.key_heads, walk.group},
+                  kernels::delta_prep_input{of.segments(), walk.plan, delta_log_decays_of(of.in.g, of.in.g_of),
+                                            delta_view(of.in.beta), walk.key_heads, walk.group},
                   walk.prepared);
 }
 

@@ -38,7 +38,7 @@ struct delta_call {
         return {delta_view(in.q),
                 delta_view(in.k),
                 delta_view(in.v),
-                delta_view(in.g),
+                delta_log_decays_of(in.g, in.g_of),
                 delta_view(in.beta),
                 plan(),
                 static_cast<int>(shape.key_heads),
@@ -98,6 +98,25 @@ void launch_delta_plain_backward(delta_call<Erases, T> const& of, rows<T const> 
                sizeof(kernels::delta::plain_memory), of.stream, "delta_rule_plain_gradients", of.here, tokens,
                gradients);
     });
+}
+
+/// Launches what the gradients of log decays, dg, make of the parameters that they are made of, after a backward.
+template <bool Erases, class T>
+void launch_delta_parameters(delta_call<Erases, T> const& of, float const* dg, log_decay_gradients<T> const& to) {
+    auto const plan = of.plan();
+    auto const sums = {to.da_log, to.ddt_bias};
+    if (of.space.sequences == 0) { // there is no plan
+        for (std::span<float> const sum : sums)
+            check(cudaMemsetAsync(sum.data(), 0, sum.size_bytes(), of.stream), "cudaMemsetAsync", of.here);
+        return;
+    }
+    index_t const heads = of.shape.value_heads, blocks = (heads + 31) / 32;
+    float* const terms = of.floats(of.space.terms);
+    launch(kernels::delta_rule_parameter_terms<T>, dims(of.space.chunks, blocks), 256, 0, of.stream,
+           "delta_rule_parameter_terms", of.here, plan, delta_log_decays_of(of.in.g, of.in.g_of), dg, delta_view(to.da),
+           static_cast<int>(heads), terms);
+    launch(kernels::delta_rule_parameter_sums, dims(blocks, 2), 1024, 0, of.stream, "delta_rule_parameter_sums",
+           of.here, plan.totals, terms, static_cast<int>(heads), to.da_log.data(), to.ddt_bias.data());
 }
 
 } // namespace cpx::cuda::detail

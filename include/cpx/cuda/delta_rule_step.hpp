@@ -18,6 +18,7 @@ struct gated_delta_rule_step_input {
     rows<float const> g, beta = {};      ///< of a decay a head no beta, and q and k of any norm
     std::span<index_t const> slots = {}; ///< (rows): which state a row has, no two the same one; below 0: none, and its
                                          ///< output is left alone; empty: row i has state i
+    log_decay_parameters<T> g_of = {};   ///< in place of g: what it is made of
 };
 
 namespace detail {
@@ -32,7 +33,7 @@ void run_delta_step(gated_delta_rule_shape const& shape, gated_delta_rule_step_i
     kernels::delta_decode<T> const read{delta_view(in.q),
                                         delta_view(in.k),
                                         delta_view(in.v),
-                                        delta_view(in.g),
+                                        delta_log_decays_of(in.g, in.g_of),
                                         delta_view(in.beta),
                                         in.slots.empty() ? nullptr : in.slots.data(),
                                         count_of_states,
@@ -85,7 +86,8 @@ void gated_delta_rule_step(gated_delta_rule_shape const& shape,
     require_memory(where, {{"states", states}, {"slots", in.slots}}, here);
     require_apart(where, std::array{operand("o", o), operand("states", states)},
                   std::array{operand("q", in.q), operand("k", in.k), operand("v", in.v), operand("g", in.g),
-                             operand("beta", in.beta), operand("slots", in.slots)},
+                             operand("beta", in.beta), operand("slots", in.slots), operand("a", in.g_of.a),
+                             operand("a_log", in.g_of.a_log), operand("dt_bias", in.g_of.dt_bias)},
                   here);
     run_delta_step<Erases>(shape, in, o, states, stream, here);
 }

@@ -60,12 +60,14 @@ index_t gated_delta_rule_workspace(gated_delta_rule_shape const& shape, index_t 
     return detail::delta_forward_space<Of == erases::yes, T>(shape, tokens, sequences, saved).bytes;
 }
 
-/// The same of a backward.
+/// The same of a backward, of g that is given or made of parameters.
 template <gpu_number T, erases Of = erases::yes>
 index_t gated_delta_rule_backward_workspace(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences,
                                             bool saved = false, caller here = caller::here()) {
     detail::require_delta_sizes("cuda::gated_delta_rule_backward_workspace", shape, tokens, sequences, here);
-    return detail::delta_backward_space<Of == erases::yes, T>(shape, tokens, sequences, saved).bytes;
+    auto space = detail::delta_backward_space<Of == erases::yes, T>(shape, tokens, sequences, saved);
+    detail::take_delta_parameters(shape, tokens, space);
+    return space.bytes;
 }
 
 /// Returns the bytes that a forward may save for the backward, some 88 a token and value head; 0 on the plain path.
@@ -81,8 +83,8 @@ index_t gated_delta_rule_saved(gated_delta_rule_shape const& shape, index_t toke
 ///     S_t = exp(g_t) (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T,    o_t = scale S_t^T q_t
 ///
 /// and of `erases::no` S_t = exp(g_t) S_{t-1} + k_t v_t^T: the gated delta rule (Yang, Kautz and Hatamizadeh 2024,
-/// arXiv 2412.06464), and Mamba-2 or lightning attention. `rowwise::delta_gates` makes g of parameters,
-/// -exp(a_log) softplus(a + dt_bias), and beta.
+/// arXiv 2412.06464), and Mamba-2 or lightning attention. g is given, or `in.g_of`, of which kernels make
+/// -exp(a_log) softplus(a + dt_bias) where they read it; `rowwise::delta_gates` makes the same g, and beta, beforehand.
 ///
 /// o: (tokens, value heads * Dv). last: (sequences, value heads, Dk, Dv), the states after the sequences, or empty.
 /// workspace: device memory at a multiple of 256 bytes. No result overlaps anything else.
@@ -139,10 +141,21 @@ gated_delta_rule_backward(gated_delta_rule_shape const& shape,
     require_states(where, "dlast", shape, in, dlast, here);
     require_rows(where, {{"dq", to.dq, tokens, keys}, {"dk", to.dk, tokens, keys}, {"dv", to.dv, tokens, values}},
                  here);
-    require_rows(where, {{"dg", to.dg, tokens, shape.value_heads}}, here);
+    bool const of_parameters = in.g_of.given();
+    if (of_parameters) {
+        require(!to.dg.data(), where, "dg", "none, for g is made of parameters", "some", here);
+        require_rows(where, {{"da", to.dg_of.da, tokens, shape.value_heads}}, here);
+        require_heads(where, "da_log", shape, to.dg_of.da_log, here);
+        require_heads(where, "ddt_bias", shape, to.dg_of.ddt_bias, here);
+    } else {
+        require_rows(where, {{"dg", to.dg, tokens, shape.value_heads}}, here);
+        require(!to.dg_of.da.data() && to.dg_of.da_log.empty() && to.dg_of.ddt_bias.empty(), where, "dg_of",
+                "none, for g is given", "some", here);
+    }
     if constexpr (Erases) require_rows(where, {{"dbeta", to.dbeta, tokens, shape.value_heads}}, here);
     require_states(where, "dstate", shape, in, to.dstate, here);
-    auto const space = delta_backward_space<Erases, T>(shape, tokens, std::ssize(in.offsets) - 1, !in.saved.empty());
+    auto space = delta_backward_space<Erases, T>(shape, tokens, std::ssize(in.offsets) - 1, !in.saved.empty());
+    if (of_parameters) take_delta_parameters(shape, tokens, space);
     require_bytes(where, "workspace", space.bytes, workspace, here);
     require_saved(where, shape, in, here);
     require(!space.hopper || in_panels(in.q, in.k, in.v, dout, to.dq, to.dk, to.dv), where, "rows",
@@ -154,9 +167,19 @@ gated_delta_rule_backward(gated_delta_rule_shape const& shape,
                          {"dg", to.dg},
                          {"dbeta", to.dbeta},
                          {"dstate", to.dstate},
+                         {"da", to.dg_of.da},
+                         {"da_log", to.dg_of.da_log},
+                         {"ddt_bias", to.dg_of.ddt_bias},
                          {"workspace", workspace}},
                         {{"dout", dout}, {"dlast", dlast}, {"saved", in.saved}}, here);
-    return run_delta_backward<Erases, T>({shape, in, space, workspace.data(), stream, here}, dout, dlast, to);
+    delta_call<Erases, T> const call{shape, in, space, workspace.data(), stream, here};
+    if (!of_parameters) return run_delta_backward(call, dout, dlast, to);
+    auto inside = to;
+    float* const dg = call.floats(space.dg);
+    inside.dg = rows<float>(dg, tokens, shape.value_heads);
+    auto const path = run_delta_backward(call, dout, dlast, inside);
+    launch_delta_parameters(call, dg, to.dg_of);
+    return path;
 }
 
 } // namespace cpx::cuda
