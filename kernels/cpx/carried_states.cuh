@@ -40,38 +40,62 @@ struct state_join {
     float* sum;
 };
 
+/// Sides of a tile of sums of `join_states`, and how many products of each are added between two meetings.
+inline constexpr int joined_tile = 64, joined_depth = 32;
+
 /// Adds M X for the heads of a list: M (rows, rows), X and the sum (rows, columns), products in ascending order. A grid
-/// of (tiles of 32 by 32, heads, joins) blocks of (32, 8) threads.
+/// of (tiles of 64 by 64, heads, joins) blocks of (32, 8) threads, of which each has four rows and four columns.
 static __global__ void __launch_bounds__(256)
     join_states(launch_list<state_join, 128> const list, int rows, int columns) {
-    __shared__ float map[32][33], x[32][33];
+    constexpr int tile = joined_tile, depth = joined_depth, loads = tile * depth / 256;
+    __shared__ float map[tile][depth + 1];
+    __shared__ __align__(16) float x[depth][tile];
     state_join const j = list.items[blockIdx.z];
-    int const across = (columns + 31) / 32, lane = static_cast<int>(threadIdx.x);
-    int const row0 = static_cast<int>(blockIdx.x) / across * 32,
-              column = static_cast<int>(blockIdx.x) % across * 32 + lane;
+    int const across = (columns + tile - 1) / tile, lane = static_cast<int>(threadIdx.x);
+    int const warp = static_cast<int>(threadIdx.y), thread = warp * 32 + lane;
+    int const row0 = static_cast<int>(blockIdx.x) / across * tile,
+              column0 = static_cast<int>(blockIdx.x) % across * tile;
     float const* const m = j.map + std::int64_t{blockIdx.y} * rows * rows;
     float const* const from = j.x + std::int64_t{blockIdx.y} * rows * columns;
     float* const to = j.sum + std::int64_t{blockIdx.y} * rows * columns;
-    float sum[4] = {};
-    for (int inner0 = 0; inner0 < rows; inner0 += 32) {
-        for (int i = static_cast<int>(threadIdx.y); i < 32; i += 8) {
-            bool const row = row0 + i < rows, inner = inner0 + lane < rows;
-            map[i][lane] = row && inner ? m[std::int64_t{row0 + i} * rows + inner0 + lane] : 0.0f;
-            bool const there = inner0 + i < rows && column < columns;
-            x[i][lane] = there ? from[std::int64_t{inner0 + i} * columns + column] : 0.0f;
+    float next_map[loads], next_x[loads]; // on their way while others are multiplied
+    auto const load = [&](int inner0) {
+#pragma unroll
+        for (int i = 0; i < loads; ++i) {
+            int const row = row0 + warp + 8 * i, of_row = inner0 + lane;
+            next_map[i] = row < rows && of_row < rows ? m[std::int64_t{row} * rows + of_row] : 0.0f;
+            int const inner = inner0 + thread / tile + 256 / tile * i, column = column0 + thread % tile;
+            next_x[i] = inner < rows && column < columns ? from[std::int64_t{inner} * columns + column] : 0.0f;
+        }
+    };
+    int const row = thread / 16, column = thread % 16 * 4;
+    float sum[4][4] = {};
+    load(0);
+    for (int inner0 = 0; inner0 < rows; inner0 += depth) {
+#pragma unroll
+        for (int i = 0; i < loads; ++i) {
+            map[warp + 8 * i][lane] = next_map[i];
+            x[thread / tile + 256 / tile * i][thread % tile] = next_x[i];
         }
         __syncthreads();
-        int const n = min(32, rows - inner0);
-        for (int k = 0; k < n; ++k)
+        if (inner0 + depth < rows) load(inner0 + depth);
+#pragma unroll 4
+        for (int k = 0; k < depth; ++k) { // of rows that there are not zeros are added
+            float4 const of_x = *reinterpret_cast<float4 const*>(&x[k][column]);
+            float const four[4] = {of_x.x, of_x.y, of_x.z, of_x.w};
 #pragma unroll
-            for (int i = 0; i < 4; ++i) sum[i] = fmaf(map[threadIdx.y + 8 * i][k], x[k][lane], sum[i]);
+            for (int r = 0; r < 4; ++r)
+#pragma unroll
+                for (int c = 0; c < 4; ++c) sum[r][c] = fmaf(map[row + 16 * r][k], four[c], sum[r][c]);
+        }
         __syncthreads();
     }
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        int const row = row0 + static_cast<int>(threadIdx.y) + 8 * i;
-        if (row < rows && column < columns) to[std::int64_t{row} * columns + column] += sum[i];
-    }
+    for (int r = 0; r < 4; ++r)
+#pragma unroll
+        for (int c = 0; c < 4; ++c)
+            if (row0 + row + 16 * r < rows && column0 + column + c < columns)
+                to[std::int64_t{row0 + row + 16 * r} * columns + column0 + column + c] += sum[r][c];
 }
 
 /// The same of maps that are `map_rows` numbers, one a row of X, or one for all. A row of the grid for each join, of

@@ -47,8 +47,14 @@ struct fold_memory : erasing_memory<Erases, 4, 3> {
     barrier full[stages], empty[stages], gates_landed[stages], x_full[xs], read[xs], landed;
 };
 
-/// Value channels of a state that a block of `delta_rule_join` has.
-inline constexpr int join_columns = 8;
+/// Of a block of `delta_rule_join` that has so many value channels of a state: this, its rows in other banks, and
+/// shares of the products.
+template <int Columns>
+struct join_memory {
+    static constexpr int shares = 4, keys = 128 / shares; ///< rows of M^T of a share
+    alignas(16) float state[128][Columns + 4];
+    float sums[shares][Columns][128];
+};
 
 /// Returns where `load_words` finds the word of a value and key channel in the two halves of a snapshot.
 __device__ __forceinline__ int place_of_word(int value, int key) {
@@ -219,21 +225,25 @@ static __global__ void __launch_bounds__(delta_fold_threads<Erases>, 1)
 /// `in.initial`: the states before, unless first steps begin with them. With `totals` it writes the steps that
 /// sequences make, E as states that begin with zeros, M as what they make of the identity.
 ///
-/// A grid of (128 / join_columns, or twice as many with maps among the totals, value heads, sequences) blocks of 512
-/// threads: of every two key channels, eight that share the products.
-template <bool Erases>
-static __global__ void __launch_bounds__(512, 1)
+/// A grid of (128 / Columns, or twice as many with maps among the totals, value heads, sequences) blocks of 256
+/// threads: of every two key channels, four that share the products, so that a block reads M once. No bit depends on
+/// Columns, 8 to 32: the more, the less is read, by fewer blocks.
+template <bool Erases, int Columns>
+static __global__ void __launch_bounds__(256, 1)
     delta_rule_join(delta_walk const in, delta_steps const steps, delta_totals const totals) {
     using namespace delta;
-    constexpr int columns = join_columns, blocks = 128 / columns;
-    __shared__ __align__(16) float state[128][columns], sums[8][columns][128];
+    using memory_type = join_memory<Columns>;
+    constexpr int blocks = 128 / Columns, shares = memory_type::shares, all_rows = memory_type::keys;
+    constexpr int rows = 256 / Columns, owned = Columns / 2; // rows of M^T on their way; a thread's sums
+    auto& memory = shared_memory<memory_type>();
+    auto& state = memory.state;
     wait_for_previous_kernel();
     let_next_kernel_come();
     int const head = static_cast<int>(blockIdx.y), number = static_cast<int>(blockIdx.z);
     bool const of_map = static_cast<int>(blockIdx.x) >= blocks;
-    int const first = static_cast<int>(blockIdx.x) % blocks * columns;
+    int const first = static_cast<int>(blockIdx.x) % blocks * Columns;
     int const thread = static_cast<int>(threadIdx.x), keys = thread % 64 * 2, share = thread / 64;
-    int const key = thread % 128, own_columns = thread / 128 * 2; // of the sums
+    int const key = thread % 128, own_columns = thread / 128 * owned;
     delta_sequence const sequence = in.plan.sequences[number];
     auto const last = totals.of(in, number, head, of_map);
     int const count = sequence.stretches - (last.to ? 0 : 1), first_product = in.initial ? 0 : 1;
@@ -243,64 +253,83 @@ static __global__ void __launch_bounds__(512, 1)
     auto const number_of = [&](int stretch) {
         return steps.maps[std::int64_t{sequence.first_stretch + stretch} * in.key_heads * in.group + head];
     };
-    float2 map[16];
-    auto const load = [&](int stretch) {
-        if constexpr (!Erases) return;
-        float const* const from = step_of(steps.maps, stretch) + 16 * share * 128 + keys;
-#pragma unroll
-        for (int j = 0; j < 16; ++j) map[j] = *reinterpret_cast<float2 const*>(from + j * 128);
+    auto const rows_of = [&](int stretch, int row) {
+        return step_of(steps.maps, stretch) + (all_rows * share + row) * 128 + keys;
     };
-    if (first_product < count) load(first_product);
+    float2 map[rows];
+    if (Erases && first_product < count)
+#pragma unroll
+        for (int j = 0; j < rows; ++j) map[j] = *reinterpret_cast<float2 const*>(rows_of(first_product, 0) + j * 128);
     if (in.initial) {
         float const* const from = in.initial + in.given_of(number, head);
 #pragma unroll
-        for (int v = 0; v < 2; ++v) state[key][own_columns + v] = in.dims.read(from, key, first + own_columns + v);
+        for (int v = 0; v < owned; ++v) state[key][own_columns + v] = in.dims.read(from, key, first + own_columns + v);
         __syncthreads();
     }
-    for (int stretch = 0; stretch < count; ++stretch) {
+    float next[owned], next_number = 0; // of E, on their way, too
+    auto const load = [&](int stretch) {
         float const* const end =
             step_of(of_map && stretch == 0 ? steps.maps : steps.ends, stretch) + (first + own_columns) * 128 + key;
-        bool const adds = !of_map || stretch == 0;
-        float own[2] = {adds ? end[0] : 0, adds ? end[128] : 0};
-        if (!Erases && stretch >= first_product) {
-            float const map_number = number_of(stretch);
+        bool const adds = stretch < count && (!of_map || stretch == 0);
 #pragma unroll
-            for (int v = 0; v < 2; ++v) own[v] = fmaf(map_number, state[key][own_columns + v], own[v]);
+        for (int v = 0; v < owned; ++v) next[v] = adds ? end[v * 128] : 0;
+        if (!Erases && stretch >= first_product && stretch < count) next_number = number_of(stretch);
+    };
+    load(0);
+    for (int stretch = 0; stretch < count; ++stretch) {
+        bool const multiplies = stretch >= first_product;
+        float const map_number = next_number;
+        float own[owned];
+#pragma unroll
+        for (int v = 0; v < owned; ++v) own[v] = next[v];
+        load(stretch + 1);
+        if (!Erases && multiplies) {
+#pragma unroll
+            for (int v = 0; v < owned; ++v) own[v] = fmaf(map_number, state[key][own_columns + v], own[v]);
         }
-        if (Erases && stretch >= first_product) {
-            float sum[2][columns] = {};
+        if (Erases && multiplies) {
+            float sum[2][Columns] = {};
+#pragma unroll 1
+            for (int row = 0; row < all_rows; row += rows) {
+                // after the last one that again, which nobody reads
+                float const* const next =
+                    row + rows < all_rows ? rows_of(stretch, row + rows) : rows_of(min(stretch + 1, count - 1), 0);
 #pragma unroll
-            for (int j = 0; j < 16; ++j)
+                for (int j = 0; j < rows; ++j) {
 #pragma unroll
-                for (int v = 0; v < columns; v += 4) {
-                    float4 const s = *reinterpret_cast<float4 const*>(&state[16 * share + j][v]);
-                    float const four[4] = {s.x, s.y, s.z, s.w};
+                    for (int v = 0; v < Columns; v += 4) {
+                        float4 const s = *reinterpret_cast<float4 const*>(&state[all_rows * share + row + j][v]);
+                        float const four[4] = {s.x, s.y, s.z, s.w};
 #pragma unroll
-                    for (int i = 0; i < 4; ++i) {
-                        sum[0][v + i] = fmaf(map[j].x, four[i], sum[0][v + i]);
-                        sum[1][v + i] = fmaf(map[j].y, four[i], sum[1][v + i]);
+                        for (int i = 0; i < 4; ++i) {
+                            sum[0][v + i] = fmaf(map[j].x, four[i], sum[0][v + i]);
+                            sum[1][v + i] = fmaf(map[j].y, four[i], sum[1][v + i]);
+                        }
                     }
+                    map[j] = *reinterpret_cast<float2 const*>(next + j * 128);
                 }
-            if (stretch + 1 < count) load(stretch + 1);
+            }
 #pragma unroll
-            for (int v = 0; v < columns; ++v)
-                *reinterpret_cast<float2*>(&sums[share][v][keys]) = make_float2(sum[0][v], sum[1][v]);
+            for (int v = 0; v < Columns; ++v)
+                *reinterpret_cast<float2*>(&memory.sums[share][v][keys]) = make_float2(sum[0][v], sum[1][v]);
             __syncthreads();
 #pragma unroll
-            for (int v = 0; v < 2; ++v)
+            for (int v = 0; v < owned; ++v)
 #pragma unroll
-                for (int other = 0; other < 8; ++other) own[v] += sums[other][own_columns + v][key];
+                for (int other = 0; other < shares; ++other) own[v] += memory.sums[other][own_columns + v][key];
         }
         if (in.snapshots && stretch + 1 < sequence.stretches) {
             float* const to = in.snapshots + in.half_of(sequence.first_stretch + stretch + 1, head, 0) * snapshot_words;
 #pragma unroll
-            for (int v = 0; v < 2; ++v) to[place_of_word(first + own_columns + v, key)] = own[v];
+            for (int v = 0; v < owned; ++v) to[place_of_word(first + own_columns + v, key)] = own[v];
         }
         if (last.to && stretch + 1 == count)
 #pragma unroll
-            for (int v = 0; v < 2; ++v) last.put(key, first + own_columns + v, own[v]);
+            for (int v = 0; v < owned; ++v) last.put(key, first + own_columns + v, own[v]);
 #pragma unroll
-        for (int v = 0; v < 2; ++v) state[key][own_columns + v] = own[v];
+        for (int v = 0; v < owned; v += 4)
+            *reinterpret_cast<float4*>(&state[key][own_columns + v]) =
+                make_float4(own[v], own[v + 1], own[v + 2], own[v + 3]);
         __syncthreads();
     }
     if constexpr (!Erases)

@@ -6,10 +6,12 @@ file(WRITE ${OUTPUT}.cu
     "using namespace cpx::kernels;\n"
     "template <bool Erases>\n"
     "void* const kernels[] = {(void*)delta_rule_prep<Erases>, (void*)delta_rule_state<Erases>,\n"
-    "    (void*)delta_rule_main<Erases>, (void*)delta_rule_fold<Erases>, (void*)delta_rule_join<Erases>,\n"
+    "    (void*)delta_rule_main<Erases>, (void*)delta_rule_fold<Erases>,\n"
+    "    (void*)delta_rule_join<Erases, 8>,\n"
     "    (void*)delta_rule_grad<Erases>, (void*)delta_rule_walks<1, Erases>};\n"
     "void* const* const both[] = {kernels<true>, kernels<false>};\n"
     "void* const of_one[] = {(void*)delta_rule_walks<2, true>, (void*)delta_rule_fold<false, true>,\n"
+    "    (void*)delta_rule_join<true, 16>, (void*)delta_rule_join<true, 32>,\n"
     "    (void*)delta_rule_fold_back<1>, (void*)delta_rule_fold_back<2>};\n")
 list(TRANSFORM INCLUDES PREPEND -I)
 execute_process(

@@ -1,13 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// Copies of states: every element and no other, whatever their number and where they begin.
+// Copies of states, and maps that they go through: every element and no other, whatever their number and where they
+// begin.
 #include "words.hpp"
 
 #include <cpx/carried_states.cuh>
 
 #include <doctest/doctest.h>
 
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <random>
 #include <vector>
 
 TEST_CASE("states are copied, or made zero, wherever they begin and however many elements they have") {
@@ -32,4 +35,45 @@ TEST_CASE("states are copied, or made zero, wherever they begin and however many
                 }
                 CHECK(wrong == std::vector<std::size_t>());
             }
+}
+
+TEST_CASE("sums of maps times states are float64's, of sizes that fill tiles and that do not") {
+    namespace kernels = cpx::kernels;
+    std::mt19937 random(3);
+    std::normal_distribution<float> number;
+    auto const some = [&](int count) {
+        std::vector<float> made(static_cast<std::size_t>(count));
+        for (float& x : made) x = number(random);
+        return made;
+    };
+    constexpr int heads = 2;
+    for (int const rows : {1, 31, 64, 70, 128})
+        for (int const columns : {1, 33, 64, 130}) {
+            CAPTURE(rows);
+            CAPTURE(columns);
+            auto const map = some(heads * rows * rows), x = some(heads * rows * columns),
+                       before = some(heads * rows * columns);
+            std::vector<float> sum = before, again = before;
+            kernels::launch_list<kernels::state_join, 128> list{};
+            list.items[0] = {map.data(), x.data(), sum.data()};
+            list.items[1] = {map.data(), x.data(), again.data()};
+            auto const tiles = [](int n) { return static_cast<unsigned>((n + 63) / 64); };
+            gpu::now().warps_run = gpu::order::random;
+            gpu::now().launch({tiles(rows) * tiles(columns), heads, 2}, {32, 8},
+                              [&] { kernels::join_states(list, rows, columns); });
+            gpu::now().warps_run = gpu::order::ascending;
+            CHECK(sum == again);
+            double error = 0;
+            for (int h = 0; h < heads; ++h)
+                for (int r = 0; r < rows; ++r)
+                    for (int c = 0; c < columns; ++c) {
+                        auto const at = [](int i) { return static_cast<std::size_t>(i); };
+                        double exact = before[at((h * rows + r) * columns + c)];
+                        for (int k = 0; k < rows; ++k)
+                            exact += static_cast<double>(map[at((h * rows + r) * rows + k)]) *
+                                     x[at((h * rows + k) * columns + c)];
+                        error = std::max(error, std::abs(exact - sum[at((h * rows + r) * columns + c)]));
+                    }
+            CHECK(error <= 1e-6 * (10 + rows));
+        }
 }

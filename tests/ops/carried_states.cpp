@@ -64,9 +64,8 @@ void check(cpx::thd const& batch, int ranks) {
         auto const plan = cpx::carry<How>(cpx::shard(batch, cpx::zigzag<>(ranks)), comm.rank());
         for (side const from : {side::before, side::after}) {
             listing const pass;
-            std::vector<double> maps;
             cpx::detail::states_on_host<cpx::threads> memory{comm};
-            cpx::detail::carry_states<double>("test", plan, from, pass, maps, memory, cpx::caller::here());
+            cpx::detail::carry_states<double>("test", plan, from, pass, nullptr, memory, cpx::caller::here());
             cpx::require(cpx::detail::run_together(plan, from) == pass.together, "test", "groups", "those of the pass",
                          "others");
             cpx::require(pass.problem.empty() && !pass.expected, "test", "pass", "what it expects", pass.problem);

@@ -12,7 +12,9 @@ namespace cpx::cuda {
 
 namespace detail {
 
-inline index_t tiles_of(index_t rows, index_t columns) { return (rows + 31) / 32 * ((columns + 31) / 32); }
+inline index_t tiles_of(index_t rows, index_t columns, index_t side) {
+    return (rows + side - 1) / side * ((columns + side - 1) / side);
+}
 
 } // namespace detail
 
@@ -34,7 +36,8 @@ inline void join_states(index_t heads, index_t rows, index_t columns, index_t ma
     bool const matrix = map_columns == rows && map_rows == rows;
     detail::in_launches<items>(list, [&](items const& some, unsigned count) {
         if (matrix)
-            launch(kernels::join_states, detail::dims(detail::tiles_of(rows, columns), heads, count), dim3(32, 8), 0,
+            launch(kernels::join_states,
+                   detail::dims(detail::tiles_of(rows, columns, kernels::joined_tile), heads, count), dim3(32, 8), 0,
                    stream, "join_states", here, some, r, c);
         else
             launch(kernels::scale_states, dim3(64, count), 256, 0, stream, "join_states", here, some, heads * rows, r,
@@ -48,7 +51,7 @@ inline void transpose_maps(index_t heads, index_t n, std::span<kernels::state_co
     if (heads * n == 0) return;
     using items = kernels::launch_list<kernels::state_copy, 128>;
     detail::in_launches<items>(list, [&](items const& some, unsigned count) {
-        launch(kernels::transpose_maps, detail::dims(detail::tiles_of(n, n), heads, count), dim3(32, 8), 0, stream,
+        launch(kernels::transpose_maps, detail::dims(detail::tiles_of(n, n, 32), heads, count), dim3(32, 8), 0, stream,
                "transpose_maps", here, some, static_cast<int>(n));
     });
 }

@@ -122,10 +122,18 @@ void launch_delta_steps(delta_call<Erases, T> const& of, kernels::delta_walk con
 template <bool Erases, class T>
 void launch_delta_join(delta_call<Erases, T> const& of, kernels::delta_walk const& walk,
                        kernels::delta_steps const& steps, kernels::delta_totals const& totals) {
-    int const parts = Erases && totals.maps ? 2 : 1;
-    launch_early(kernels::delta_rule_join<Erases>,
-                 dims(128 / kernels::delta::join_columns * parts, of.shape.value_heads, of.space.sequences), 512, 0,
-                 of.stream, "delta_rule_join", of.here, walk, steps, totals);
+    index_t const parts = Erases && totals.maps ? 2 : 1, states = parts * of.shape.value_heads * of.space.sequences;
+    auto const launch = [&](auto columns) {
+        launch_early(kernels::delta_rule_join<Erases, columns>,
+                     dims(128 / columns * parts, of.shape.value_heads, of.space.sequences), 256,
+                     sizeof(kernels::delta::join_memory<columns>), of.stream, "delta_rule_join", of.here, walk, steps,
+                     totals);
+    };
+    if constexpr (Erases) { // few columns where blocks are few; else fewer blocks, each of which reads all of M
+        if (8 * states > multiprocessors()) return launch(std::integral_constant<int, 32>());
+        if (16 * states > multiprocessors()) return launch(std::integral_constant<int, 16>());
+    }
+    launch(std::integral_constant<int, 8>());
 }
 
 /// Launches the walks that write states before stretches and, if `walk.last` is wanted, after sequences.

@@ -22,7 +22,7 @@ inline constexpr index_t delta_scan_stretch = 32;
 /// of all `heads`: with which steps, joining these and outputs take least, of segments as long as each other. By a
 /// model of an H200, in tenths of microseconds of a chunk and of a stretch; whatever the device, for bits depend on it.
 inline index_t delta_stretch_of_steps(index_t tokens, index_t sequences, index_t heads) {
-    constexpr index_t all = 128, of_outputs = 22, of_steps = 11, of_join = 28;
+    constexpr index_t all = 128, of_outputs = 22, of_steps = 11, of_join = 29;
     auto const waves = [](index_t blocks) { return (blocks + all - 1) / all; };
     index_t const chains = sequences * heads;
     index_t const chunks = sequences > 0 ? (tokens / kernels::delta_chunk + sequences) / sequences : 1; // of each
@@ -30,7 +30,7 @@ inline index_t delta_stretch_of_steps(index_t tokens, index_t sequences, index_t
     for (index_t count = 1; count <= all && (count == 1 || (count - 1) * delta_scan_stretch < chunks); ++count) {
         index_t const stretch = std::max(delta_scan_stretch, (chunks + count - 1) / count);
         index_t const cost = stretch * (of_outputs * waves(count * chains) + of_steps * waves(2 * count * chains)) +
-                             of_join * count * waves(16 * chains);
+                             of_join * count * waves(4 * chains);
         if (best == 0 || cost < least) best = stretch, least = cost;
     }
     return std::min(best, index_t{kernels::delta_uncut});

@@ -60,6 +60,11 @@ struct states_on_host {
     std::vector<T> zeros(char const* where, std::initializer_list<index_t> counts, caller here) const {
         return detail::zeros<T>(where, counts, here);
     }
+    /// The same of what is written before it is read: on devices it need not be zeros.
+    template <class T>
+    std::vector<T> room(char const* where, std::initializer_list<index_t> counts, caller here) const {
+        return detail::zeros<T>(where, counts, here);
+    }
     template <class T>
     void copy(std::vector<copied<T>> const& list) const {
         for (copied<T> const& c : list)
@@ -114,26 +119,6 @@ inline index_t exchange_number(carry_steps const& plan, index_t k, side from) {
     return from == side::before ? k : plan.steps + k;
 }
 
-/// Room of `width` elements for each of those segments of a rank that need it.
-template <class T, class Memory>
-class per_segment {
-public:
-    template <class Needs>
-    per_segment(std::vector<carry_link> const& links, index_t width, char const* where, Memory& memory, caller here,
-                Needs needs)
-        : width_(width) {
-        index_t count = 0;
-        for (carry_link const& l : links) rows_.push_back(needs(l) ? count++ : -1);
-        values_ = memory.template zeros<T>(where, {count, width}, here);
-    }
-    T* operator[](std::size_t segment) { return values_.data() + rows_[segment] * width_; }
-
-private:
-    index_t width_;
-    std::vector<index_t> rows_;
-    typename Memory::template buffer<T> values_;
-};
-
 /// Returns how many segments of a rank lie between two others.
 inline index_t inner_segments(std::vector<carry_link> const& links) {
     return std::ranges::count_if(links, [](carry_link const& l) { return l.map_row >= 0; });
@@ -153,70 +138,100 @@ struct scan_work {
     }
 };
 
-/// Returns the states that reach the segments of one rank that are not the first on their way.
-///
-/// `maps` and `ends` hold what each segment does to the state, of the first on the way the state that leaves it.
+/// What the segments of one rank do to states, by scan, and what they do together, from one side. Of a segment each,
+/// null of those that have none.
 template <class T, class Memory>
-per_segment<T, Memory> join_steps(char const* where, carry_exchanges<scan> const& plan, side from,
-                                  state_shape const& shape, T const* maps, per_segment<T, Memory>& ends, Memory& memory,
-                                  caller here) {
-    index_t const width = shape.state_width(), map_width = shape.map_width();
-    index_t const row = plan.row_width(width, map_width);
-    // What the segments before each do to the state together, of ever more of them until the first is among them.
-    auto const room = [&](index_t of, index_t more_than) {
-        return per_segment<T, Memory>(plan.links, of, where, memory, here,
-                                      [&](carry_link const& l) { return l.beside(from) > more_than; });
-    };
-    auto reaching = room(width, 0), reaching_maps = room(map_width, 1);
-    for (index_t k = 0; k < plan.steps; ++k) {
-        index_t const reach = index_t{1} << k;
-        cpx::plan const step = plan.step(k, from, width, map_width);
-        auto given = memory.template zeros<T>(where, {step.source_rows, row}, here);
-        auto got = memory.template zeros<T>(where, {step.target_rows, row}, here);
-        auto longer = room(map_width, 1);
-        scan_work<T> giving, getting;
-        T* give = given.data();
-        T const* get = got.data();
-        for (std::size_t i = 0; i < plan.links.size(); ++i) {
-            carry_link const& l = plan.links[i];
-            index_t const passed = l.beside(from);
-            bool const gives = l.beside(opposite(from)) >= reach;
-            T const* const map = l.map_row < 0 ? nullptr : maps + l.map_row * map_width;
-            if (gives) {
-                giving.copies.push_back({ends[i], give, width});
-                if (k > 0 && passed > 0) giving.states.push_back({map, reaching[i], give});
-                give += width;
-            }
-            if (gives && passed >= reach) {
-                if (k == 0)
-                    giving.copies.push_back({map, give, map_width});
-                else
-                    giving.maps.push_back({map, reaching_maps[i], give});
-                give += map_width;
-            }
-            if (passed >= reach) {
-                if (k == 0)
-                    getting.copies.push_back({get, reaching[i], width});
-                else
-                    getting.states.push_back({reaching_maps[i], get, reaching[i]});
-                get += width;
-            }
-            if (passed >= 2 * reach) {
-                if (k == 0)
-                    getting.copies.push_back({get, longer[i], map_width});
-                else
-                    getting.maps.push_back({reaching_maps[i], get, longer[i]});
-                get += map_width;
-            }
+class joined_steps {
+    using buffer = typename Memory::template buffer<T>;
+
+public:
+    /// Of segments that others reach E or, of the first on the way, the state that leaves it, and M of those that are
+    /// not the first: places in what is given to others.
+    std::vector<T*> ends, maps;
+    std::vector<T*> reaching; ///< the states that reach segments, once steps are joined
+
+    joined_steps(char const* where, carry_exchanges<scan> const& plan, side from, state_shape const& shape,
+                 Memory& memory, caller here)
+        : ends(plan.links.size()), maps(ends), reaching(ends), where_(where), plan_(plan), from_(from), shape_(shape),
+          memory_(memory), here_(here), width_(shape.state_width()), map_width_(shape.map_width()),
+          row_(plan.row_width(width_, map_width_)) {
+        if (plan.steps == 0) return;
+        given_ = room(step(0).source_rows);
+        T* place = given_.data();
+        for (std::size_t i = 0; i < ends.size(); ++i) {
+            if (plan.links[i].beside(opposite(from)) == 0) continue;
+            ends[i] = std::exchange(place, place + width_);
+            if (plan.links[i].beside(from) > 0) maps[i] = std::exchange(place, place + map_width_);
         }
-        giving.run(memory, shape);
-        memory.exchange(where, step, exchange_number(plan, k, from), rows<T const>(given.data(), step.source_rows, row),
-                        rows<T>(got.data(), step.target_rows, row), here);
-        getting.run(memory, shape);
-        std::swap(reaching_maps, longer); // who gets no map now wants none later
     }
-    return reaching;
-}
+
+    /// Exchanges and joins steps, of ever more segments until the first on the way is among them.
+    void join() {
+        std::vector<T*> reaching_maps(ends.size()), longer(ends.size()); // what so many segments before do
+        buffer maps_room, longer_room;
+        for (index_t k = 0; k < plan_.steps; ++k) {
+            index_t const reach = index_t{1} << k;
+            auto const gives = [&](carry_link const& l) { return l.beside(opposite(from_)) >= reach; };
+            auto const gives_map = [&](carry_link const& l) { return gives(l) && l.beside(from_) >= reach; };
+            auto const gets_map = [&](carry_link const& l) { return l.beside(from_) >= 2 * reach; };
+            cpx::plan const now = step(k);
+            buffer given, got = room(now.target_rows);
+            if (k > 0) { // what is first given, and got, is there as it is; sums of maps begin with zeros
+                given = std::ranges::any_of(plan_.links, gives_map)
+                            ? memory_.template zeros<T>(where_, {now.source_rows, row_}, here_)
+                            : room(now.source_rows);
+                longer_room = memory_.template zeros<T>(
+                    where_, {std::ranges::count_if(plan_.links, gets_map), map_width_}, here_);
+            }
+            scan_work<T> giving, getting;
+            T *give = given.data(), *get = got.data(), *next = longer_room.data();
+            for (std::size_t i = 0; i < ends.size(); ++i) {
+                carry_link const& l = plan_.links[i];
+                index_t const passed = l.beside(from_);
+                if (k > 0 && gives(l)) {
+                    giving.copies.push_back({ends[i], give, width_});
+                    if (passed > 0) giving.states.push_back({maps[i], reaching[i], give});
+                    give += width_;
+                    if (gives_map(l))
+                        giving.maps.push_back({maps[i], reaching_maps[i], std::exchange(give, give + map_width_)});
+                }
+                if (passed >= reach) {
+                    T* const state = std::exchange(get, get + width_);
+                    if (k == 0)
+                        reaching[i] = state;
+                    else
+                        getting.states.push_back({reaching_maps[i], state, reaching[i]});
+                }
+                if (gets_map(l)) {
+                    T* const map = std::exchange(get, get + map_width_);
+                    longer[i] = k == 0 ? map : std::exchange(next, next + map_width_);
+                    if (k > 0) getting.maps.push_back({reaching_maps[i], map, longer[i]});
+                }
+            }
+            giving.run(memory_, shape_);
+            memory_.exchange(where_, now, exchange_number(plan_, k, from_),
+                             rows<T const>((k > 0 ? given : given_).data(), now.source_rows, row_),
+                             rows<T>(got.data(), now.target_rows, row_), here_);
+            getting.run(memory_, shape_);
+            if (k == 0) got_ = std::move(got);
+            std::swap(maps_room, longer_room);
+            std::swap(reaching_maps, longer); // who gets no map now wants none later
+        }
+    }
+
+private:
+    cpx::plan step(index_t k) const { return plan_.step(k, from_, width_, map_width_); }
+    buffer room(index_t count) const { return memory_.template room<T>(where_, {count, row_}, here_); }
+
+    char const* where_;
+    carry_exchanges<scan> const& plan_;
+    side from_;
+    state_shape shape_;
+    Memory& memory_;
+    caller here_;
+    index_t width_, map_width_, row_;
+    buffer given_, got_; ///< of the first exchange
+};
 
 /// One rank's way through its segments, as `carry_states` asks for it.
 template <class T>
@@ -229,8 +244,8 @@ struct states_pass {
     /// Says over which segments it goes next, whose states have not come: where no segment waits for what it has just
     /// gone over.
     virtual void expect(std::vector<visit<T>> const&) const {}
-    /// Gives the steps of the segments that others reach, where they are wanted: the maps M and, in states that are
-    /// zero on entry, E. Next, it goes over these segments.
+    /// Gives the steps of the segments that others reach, where they are wanted: the maps M and E, in the host's memory
+    /// in states that are zero on entry. Next, it goes over these segments.
     virtual void fold(std::vector<visit<T>> const& visits) const = 0;
     /// Does what `over` has left, also of segments whose states it has made, once these are on their way.
     virtual void rest() const {}
@@ -241,10 +256,11 @@ protected:
 
 /// Hands states along: from the segments before, as in a forward, or from those after, as in a backward.
 ///
-/// `maps` takes the M of segments that lie between two others, in rows `carry_link::map_row`; only with `scan`.
+/// `maps`, unless null, takes the M of segments that lie between two others, in rows `carry_link::map_row`; only with
+/// `scan`.
 template <class T, class Memory>
 void carry_states(char const* where, carry_exchanges<serial> const& plan, side from, states_pass<T> const& pass,
-                  typename Memory::template buffer<T>&, Memory& memory, caller here) {
+                  typename Memory::template buffer<T>*, Memory& memory, caller here) {
     index_t const width = pass.shape().state_width();
     auto const level_of = [&](index_t k) { return from == side::before ? k : plan.steps - k; };
     auto const visits_of = [&](index_t k, T* states) {
@@ -256,7 +272,7 @@ void carry_states(char const* where, carry_exchanges<serial> const& plan, side f
         }
         return visits;
     };
-    auto states = memory.template zeros<T>(where, {std::ssize(plan.level(level_of(0))), width}, here);
+    auto states = memory.template room<T>(where, {std::ssize(plan.level(level_of(0))), width}, here);
     for (index_t k = 0; k <= plan.steps; ++k) {
         auto const visits = visits_of(k, states.data());
         pass.over(visits);
@@ -264,7 +280,7 @@ void carry_states(char const* where, carry_exchanges<serial> const& plan, side f
         if (std::ranges::none_of(visits, &visit<T>::handed_on)) pass.expect(visits_of(k + 1, nullptr));
         index_t const lower = std::min(level_of(k), level_of(k + 1));
         cpx::plan const step = plan.step(lower, from);
-        auto next = memory.template zeros<T>(where, {step.target_rows, width}, here);
+        auto next = memory.template room<T>(where, {step.target_rows, width}, here);
         memory.exchange(where, step, exchange_number(plan, lower, from),
                         rows<T const>(states.data(), step.source_rows, width),
                         rows<T>(next.data(), step.target_rows, width), here);
@@ -276,29 +292,29 @@ void carry_states(char const* where, carry_exchanges<serial> const& plan, side f
 
 template <class T, class Memory>
 void carry_states(char const* where, carry_exchanges<scan> const& plan, side from, states_pass<T> const& pass,
-                  typename Memory::template buffer<T>& maps, Memory& memory, caller here) {
-    state_shape const shape = pass.shape();
-    memory.renew(maps, where, {inner_segments(plan.links), shape.map_width()}, here);
-    per_segment<T, Memory> ends(plan.links, shape.state_width(), where, memory, here,
-                                [&](carry_link const& l) { return l.beside(opposite(from)) > 0; });
+                  typename Memory::template buffer<T>* maps, Memory& memory, caller here) {
+    joined_steps<T, Memory> steps(where, plan, from, pass.shape(), memory, here);
     std::vector<visit<T>> known, folded, reached; // where the state is known its step is not wanted
-    for (std::size_t i = 0; i < plan.links.size(); ++i) {
-        carry_link const& l = plan.links[i];
-        bool const more = l.beside(opposite(from)) > 0;
-        T* const end = more ? ends[i] : nullptr;
-        if (l.beside(from) == 0)
-            known.push_back({i, end, nullptr, more});
+    auto const handed_on = [&](std::size_t i) { return plan.links[i].beside(opposite(from)) > 0; };
+    for (std::size_t i = 0; i < plan.links.size(); ++i)
+        if (plan.links[i].beside(from) == 0)
+            known.push_back({i, steps.ends[i], nullptr, handed_on(i)});
         else
-            folded.push_back({i, end, more ? maps.data() + l.map_row * shape.map_width() : nullptr});
-    }
+            folded.push_back({i, steps.ends[i], steps.maps[i]});
     pass.over(known);
     pass.fold(folded);
-    auto reaching = join_steps(where, plan, from, shape, maps.data(), ends, memory, here);
-    for (std::size_t i = 0; i < plan.links.size(); ++i)
-        if (plan.links[i].beside(from) > 0)
-            reached.push_back({i, reaching[i], nullptr, plan.links[i].beside(opposite(from)) > 0});
+    steps.join();
+    for (visit<T> const& v : folded)
+        reached.push_back({v.segment, steps.reaching[v.segment], nullptr, handed_on(v.segment)});
     pass.over(reached);
     pass.rest();
+    if (!maps) return;
+    index_t const width = pass.shape().map_width();
+    memory.renew(*maps, where, {inner_segments(plan.links), width}, here);
+    std::vector<copied<T>> list;
+    for (visit<T> const& v : folded)
+        if (v.map) list.push_back({v.map, maps->data() + plan.links[v.segment].map_row * width, width});
+    memory.copy(list);
 }
 
 /// Returns the segments that a pass runs by one call, of each that runs any: of those that it goes over together first

@@ -176,8 +176,7 @@ void run_recurrence(carry_plan<How, S> const& plan, R const& r, Tensors const& t
     }
     recurrence_pass<T, Local, Memory> pass(plan, shape, side::before, t.initial, t.final,
                                            t.saved ? t.saved->starts.data() : nullptr, nullptr, local, memory);
-    typename Memory::template buffer<T> maps;
-    carry_states<T>(where, plan, side::before, pass, t.saved ? t.saved->maps : maps, memory, here);
+    carry_states<T>(where, plan, side::before, pass, t.saved ? &t.saved->maps : nullptr, memory, here);
     pass.without_tokens();
 }
 
@@ -217,8 +216,8 @@ void run_recurrence_backward(carry_plan<How, S> const& plan, R const& r, Tensors
     memory.prepare(plan, shape, recurrence_arguments(r, to.dfinal.data() != nullptr), here);
     recurrence_pass<T, Local, Memory> pass(plan, shape, side::after, to.dfinal, to.dinitial, t.saved->starts.data(),
                                            t.saved->maps.data(), local, memory);
-    typename Memory::template buffer<T> maps;
-    carry_states<T>(where, plan, side::after, pass, maps, memory, here);
+    typename Memory::template buffer<T>* const no_maps = nullptr; // nvcc deduces from a nullptr of no type
+    carry_states<T>(where, plan, side::after, pass, no_maps, memory, here);
     local.finish(where, here);
     pass.without_tokens();
 }

@@ -151,12 +151,12 @@ private:
     }
     void begin(begun& b, visits_list const& visits) {
         if constexpr (has_parts<R>)
-            b.parts = r_.begin(b.of.segments, t_.x, all(b.states.before), t_.o, b.known,
+            b.parts = r_.begin(b.of.segments, t_.x, b.states.before, t_.o, b.known,
                                keeping(visits, b.of.segments.tokens), memory_, here_);
     }
     void states(visits_list const& visits, begun b) {
-        if constexpr (has_parts<R>) r_.states(b.parts, all(b.states.before), all(b.states.after), memory_, here_);
-        this->give(visits, b.states.after);
+        if constexpr (has_parts<R>) r_.states(b.parts, b.states.before, b.states.after, memory_, here_);
+        this->give(visits, b.states);
         begun_.push_back(std::move(b));
     }
 
@@ -212,9 +212,9 @@ private:
         if constexpr (has_backward_parts<R>) {
             std::span<char> const kept = this->in_order_of_forward(visits);
             begun b{this->brought_together(visits), this->describe(visits), this->bring(visits, false)};
-            b.parts.emplace(r_.begin_backward(b.of.segments, t_.x, before(b.starts, visits), to_.dout,
-                                              all(b.states.before), to_.dx, all(b.states.after), kept, memory_, here_));
-            this->give(visits, b.states.after);
+            b.parts.emplace(r_.begin_backward(b.of.segments, t_.x, before(b.starts, visits), to_.dout, b.states.before,
+                                              to_.dx, b.states.after, kept, memory_, here_));
+            this->give(visits, b.states);
             begun_.push_back(std::move(b));
         }
     }

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <concepts>
+#include <cstdint>
 #include <span>
 #include <utility>
 #include <vector>
@@ -61,29 +62,60 @@ protected:
         return made;
     }
 
-    /// Visits' states beside each other, as kernels want them.
+    /// Returns the first of visits' places of `width` elements if they lie one behind the other, as aligned as memory
+    /// of their own; else null.
+    template <class F>
+    static auto first_beside_each_other(visits_list const& visits, F&& place, index_t width) {
+        auto const first = place(visits.front());
+        bool together = first && width > 0 && reinterpret_cast<std::uintptr_t>(first) % 256 == 0;
+        for (std::size_t i = 1; together && i < visits.size(); ++i)
+            together = place(visits[i]) == first + static_cast<index_t>(i) * width;
+        return together ? first : nullptr;
+    }
+
+    /// Visits' states beside each other, as kernels want them; empty: zeros, or not wanted. Where they lie so they are
+    /// taken as they are, but for states before segments that those after take the place of.
     struct beside_each_other {
-        cuda::block<float> before, after;
+        std::span<float const> before;
+        std::span<float> after;
+        cuda::block<float> brought, made; ///< those that do not lie so
     };
     /// Brings together the states before segments and, if these are to be kept, writes them to `start`, too.
     beside_each_other bring(visits_list const& visits, bool keep) const {
-        beside_each_other made{
-            side_by_side(std::ranges::any_of(visits, [](auto const& v) { return v.before; }), visits),
-            side_by_side(std::ranges::any_of(visits, [](auto const& v) { return v.state || v.taken; }), visits)};
+        std::size_t const elements = visits.size() * static_cast<std::size_t>(width_);
+        auto const wanted = [&](auto const& of) { return std::ranges::any_of(visits, of); };
+        auto const before = [](visit<float> const& v) { return v.before; };
+        auto const after = [](visit<float> const& v) {
+            return v.state && v.taken ? nullptr : v.state ? v.state : v.taken;
+        };
+        beside_each_other both;
+        if (wanted(before)) {
+            float const* from = first_beside_each_other(visits, before, width_);
+            for (visit<float> const& v : visits)
+                for (float const* const to : {v.state, v.taken})
+                    if (from && to && to < from + elements && from < to + width_) from = nullptr;
+            if (!from) from = all(both.brought = memory_.memory().room<float>(std::ssize(visits) * width_)).data();
+            both.before = {from, elements};
+        }
+        if (wanted([](visit<float> const& v) { return v.state || v.taken; })) {
+            float* to = first_beside_each_other(visits, after, width_);
+            if (!to) to = all(both.made = memory_.memory().room<float>(std::ssize(visits) * width_)).data();
+            both.after = {to, elements};
+        }
         std::vector<copied<float>> list;
         for (std::size_t i = 0; i < visits.size(); ++i) {
             visit<float> const& v = visits[i];
-            if (made.before.size() > 0) list.push_back({v.before, row(made.before, i), width_});
+            if (both.brought.size() > 0) list.push_back({v.before, row(both.brought, i), width_});
             if (keep && v.start) list.push_back({v.before, v.start, width_});
         }
         memory_.copy(list);
-        return made;
+        return both;
     }
-    void give(visits_list const& visits, cuda::block<float> const& after) const {
+    void give(visits_list const& visits, beside_each_other const& states) const {
         std::vector<copied<float>> list;
-        for (std::size_t i = 0; i < visits.size(); ++i)
+        for (std::size_t i = 0; states.made.size() > 0 && i < visits.size(); ++i)
             for (float* const to : {visits[i].state, visits[i].taken})
-                if (to) list.push_back({row(after, i), to, width_});
+                if (to) list.push_back({row(states.made, i), to, width_});
         memory_.copy(list);
     }
     /// Calls `f(segments, before, after)` with the visits' states beside each other, brought there and back.
@@ -92,8 +124,8 @@ protected:
         if (visits.empty()) return;
         auto const states = bring(visits, keep);
         auto const of = describe(visits);
-        f(of.segments, all(states.before), all(states.after));
-        give(visits, states.after);
+        f(of.segments, states.before, states.after);
+        give(visits, states);
     }
     /// Returns the visits whose states others wait for, and leaves the rest, whose states nobody wants here.
     visits_list take_handed_on(visits_list const& visits) {
@@ -113,16 +145,21 @@ protected:
     /// Calls `f(maps, ends)` with places for the steps of folded segments, and brings these to the visits.
     template <class F>
     void each_folded(visits_list const& visits, index_t map_width, F&& f) const {
-        auto const ends = side_by_side(true, visits);
-        auto const maps = memory_.memory().room<float>(std::ssize(visits) * map_width);
-        f(all(maps), all(ends));
         std::vector<copied<float>> given;
-        for (std::size_t i = 0; i < visits.size(); ++i) {
-            if (!visits[i].state) continue;
-            given.push_back({row(ends, i), visits[i].state, width_});
-            if (map_width > 0)
-                given.push_back({all(maps).data() + static_cast<index_t>(i) * map_width, visits[i].map, map_width});
-        }
+        auto const places = [&](float* visit<float>::*of, index_t width, cuda::block<float>& room) {
+            index_t const elements = std::ssize(visits) * width;
+            float* first = first_beside_each_other(
+                visits, [&](visit<float> const& v) { return v.*of; }, width);
+            if (!first) {
+                first = all(room = memory_.memory().room<float>(elements)).data();
+                for (std::size_t i = 0; width > 0 && i < visits.size(); ++i)
+                    given.push_back({first + static_cast<index_t>(i) * width, visits[i].*of, width});
+            }
+            return std::span(first, static_cast<std::size_t>(elements));
+        };
+        cuda::block<float> own_maps, own_ends;
+        auto const maps = places(&visit<float>::map, map_width, own_maps);
+        f(maps, places(&visit<float>::state, width_, own_ends));
         memory_.copy(given);
     }
     /// Returns the visits whose steps are wanted.

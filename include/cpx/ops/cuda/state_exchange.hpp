@@ -99,11 +99,15 @@ public:
     block<T> zeros(char const* where, std::initializer_list<index_t> counts, caller here) const {
         return memory().template zeros<T>(where, counts, here);
     }
-    /// Gives `to` as many elements, all of which will be written: zeros, or what it was lent, if it is as much.
+    template <class T>
+    block<T> room(char const* where, std::initializer_list<index_t> counts, caller here) const {
+        return memory().template room<T>(cpx::detail::product(where, "elements", counts, here));
+    }
+    /// Gives `to` as many elements, all of which will be written: room, or what it was lent, if it is as much.
     template <class T>
     void renew(block<T>& to, char const* where, std::initializer_list<index_t> counts, caller here) const {
         if (!to.lent() || to.size() != cpx::detail::product(where, "elements", counts, here))
-            to = zeros<T>(where, counts, here);
+            to = room<T>(where, counts, here);
     }
     /// Returns numbers of the host in device memory.
     block<index_t> numbers(std::span<index_t const> list, caller here) const {
