@@ -217,14 +217,16 @@ int main(int argc, char** argv) {
                 if (of == gates::none && w.path == gpu::delta_rule_path::plain) continue; // its time is the same
                 if (of == gates::made && w.forward == 0) continue;
                 double const ms = time(back, w, of, rate, stream);
-                if (of == gates::made) continue;
-                if (w.erases) of_delta.push_back(ms);
+                if (w.erases && of != gates::made) of_delta.push_back(ms);
                 double const limit = !w.erases ? of_delta[next++] : back ? w.backward : w.forward;
                 if (limit == 0) continue;
                 limits.at_most(std::string(w.erases ? "gated delta rule " : "decay a head, by the delta rule's, ") +
                                    (back ? "backward, " : "forward, ") + std::to_string(w.sequences) + " x " +
                                    std::to_string(w.length) + ", " + std::to_string(w.key_heads) + "/" +
-                                   std::to_string(w.value_heads) + " heads" + (of == gates::decay ? "" : ", no decay") +
+                                   std::to_string(w.value_heads) + " heads" +
+                                   (of == gates::decay  ? ""
+                                    : of == gates::made ? ", g made"
+                                                        : ", no decay") +
                                    ", us",
                                1000 * ms, 1000 * limit, "us");
             }

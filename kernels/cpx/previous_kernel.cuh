@@ -11,6 +11,7 @@ namespace cpx::kernels {
 /// waited for when it let this one come is there.
 ///
 /// From sm_90 on (programmatic dependent launch, CUDA C++ Programming Guide); older code begins when those have ended.
+/// CUTLASS wraps these instructions, too; kernels that do without it use them here.
 __device__ __forceinline__ void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");

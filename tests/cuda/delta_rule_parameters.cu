@@ -25,25 +25,35 @@ namespace {
 using namespace packed_heads;
 namespace gpu = cpx::cuda;
 
-/// A problem, parameters of its log decays, and g that `rowwise::delta_gates` makes of them, on a device.
+/// Elements of a row of a, or of its gradient, before those of the heads and behind them: what else a projection gives.
+constexpr index_t others = 3;
+
+/// A problem, parameters of its log decays, and g that `rowwise::delta_gates` makes of them, on a device. `counts`: the
+/// rows of sequences, if they have not all up to the next one.
 template <class T>
 struct parameters {
     device_problem<T> there;
     index_t heads, rows_there;
     numbers a, a_log, dt_bias;
     buffer<T> a_there;
-    buffer<float> a_log_there, dt_bias_there, unread{std::ssize(a)}; ///< beta of them, which is not read
+    buffer<float> a_log_there, dt_bias_there, unread; ///< unread: beta of them
+    std::vector<index_t> counts;
+    buffer<index_t> counts_there{std::span<index_t const>(counts)};
 
-    parameters(problem const& p, std::uint64_t seed) : there{p}, heads(p.shape.value_heads), rows_there(p.rows()) {
+    parameters(problem const& p, std::uint64_t seed, std::vector<index_t> of_sequences = {})
+        : there{p}, heads(p.shape.value_heads), rows_there(p.rows()), counts(std::move(of_sequences)) {
         support::splitmix random(seed);
         a = on_ranks::uniform<double>(random, rows_there * heads, 6);
         for (std::size_t i = 0; i < a.size(); i += 29) a[i] = i % 2 == 0 ? -90 : 40; // no decay, and all
         a_log = on_ranks::uniform<double>(random, heads, 2);
         dt_bias = on_ranks::uniform<double>(random, heads, 2);
-        a_there = upload<T>(a), a_log_there = upload<float>(a_log), dt_bias_there = upload<float>(dt_bias);
+        numbers wider(static_cast<std::size_t>(rows_there * (heads + 2 * others)), NAN);
+        for (index_t row = 0; row < rows_there; ++row)
+            std::copy_n(a.begin() + row * heads, heads, wider.begin() + row * (heads + 2 * others) + others);
+        a_there = upload<T>(wider), a_log_there = upload<float>(a_log), dt_bias_there = upload<float>(dt_bias);
         unread = buffer<float>(std::ssize(a));
         gpu::for_each_element(gpu::memory(nullptr), rows_there, heads,
-                              cpx::rowwise::delta_gates<T>{of(a_there), of(a_there), column(a_log_there),
+                              cpx::rowwise::delta_gates<T>{inner(a_there), inner(a_there), column(a_log_there),
                                                            column(dt_bias_there), of(there.g), of(unread)});
         gpu::check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
     }
@@ -51,14 +61,25 @@ struct parameters {
     rows<X> of(buffer<X> const& x) const {
         return {x.data(), rows_there, heads};
     }
+    /// Columns of the heads within rows that are wider.
+    rows<T> inner(buffer<T> const& x) const {
+        return rows<T>(x.data(), rows_there, heads + 2 * others).columns(others, heads);
+    }
+    bool in_a_sequence(index_t row) const {
+        auto const& offsets = there.p.offsets;
+        for (std::size_t s = 0; s + 1 < offsets.size(); ++s)
+            if (row >= offsets[s] && row < (counts.empty() ? offsets[s + 1] : offsets[s] + counts[s])) return true;
+        return false;
+    }
     static rows<float const> column(buffer<float> const& x) { return {x.data(), x.size(), 1}; }
-    gpu::log_decay_parameters<T> decays() const { return {of(a_there), all(a_log_there), all(dt_bias_there)}; }
+    gpu::log_decay_parameters<T> decays() const { return {inner(a_there), all(a_log_there), all(dt_bias_there)}; }
 
     /// What calls read: with g, or what it is made of.
     template <gpu::erases Of>
     gpu::gated_delta_rule_input<T> in(bool made, std::span<char> saved = {}) const {
         auto in = Of == gpu::erases::yes ? there.erasing(saved) : there.decaying();
         if (made) in.g = {}, in.g_of = decays();
+        in.counts = all(counts_there);
         return in;
     }
 };
@@ -74,7 +95,7 @@ struct results_of {
         problem const& x = p.there.p;
         index_t const n = x.rows(), count = x.sequences();
         auto const o = poisoned<T>(x.v.size()), dq = poisoned<T>(x.q.size()), dk = poisoned<T>(x.q.size()),
-                   dv = poisoned<T>(x.v.size()), da = poisoned<T>(x.g.size());
+                   dv = poisoned<T>(x.v.size()), da = poisoned<T>(n * (p.heads + 2 * others));
         auto const last = poisoned<float>(x.state.size()), dg = poisoned<float>(x.g.size()),
                    dbeta = poisoned<float>(x.g.size()), dstate = poisoned<float>(x.state.size()),
                    sums = poisoned<float>(2 * p.heads);
@@ -90,7 +111,7 @@ struct results_of {
                                               rows<float>(),
                                               all(dstate)};
         if (made)
-            to.dg_of = {p.of(da), all(sums).first(static_cast<std::size_t>(p.heads)),
+            to.dg_of = {p.inner(da), all(sums).first(static_cast<std::size_t>(p.heads)),
                         all(sums).last(static_cast<std::size_t>(p.heads))};
         else
             to.dg = p.of(dg);
@@ -99,9 +120,19 @@ struct results_of {
                                                     stream) == of.path);
         of.o = widen(o.read()), of.last = widen(last.read());
         of.dq = widen(dq.read()), of.dk = widen(dk.read()), of.dv = widen(dv.read());
-        of.dg = made ? widen(da.read()) : widen(dg.read()), of.dstate = widen(dstate.read());
+        of.dg = widen(dg.read()), of.dstate = widen(dstate.read());
         if (Of == gpu::erases::yes) of.dbeta = widen(dbeta.read());
         if (!made) return;
+        of.dg.clear();
+        auto const wider = widen(da.read());
+        bool untouched = true;
+        for (index_t row = 0, i = 0; row < n; ++row)
+            for (index_t column = 0; column < p.heads + 2 * others; ++column, ++i)
+                if (column >= others && column < others + p.heads)
+                    of.dg.push_back(wider[static_cast<std::size_t>(i)]);
+                else
+                    untouched = untouched && std::isnan(wider[static_cast<std::size_t>(i)]);
+        CHECK(untouched);
         auto const both = widen(sums.read());
         da_log.assign(both.begin(), both.begin() + p.heads), ddt_bias.assign(both.begin() + p.heads, both.end());
     }
@@ -117,11 +148,10 @@ void check(parameters<T> const& p, bool saves = false) {
     numbers da_log(static_cast<std::size_t>(p.heads)), ddt_bias(da_log), sizes_a(da_log), sizes_dt(da_log);
     auto const rounded_a = widen(convert<T>(p.a)), a_log = widen(convert<float>(p.a_log)),
                dt_bias = widen(convert<float>(p.dt_bias));
-    auto const inside = static_cast<std::size_t>(p.there.p.tokens() * p.heads); // rows after them are of no sequence
     bool same_da = true;
     for (std::size_t i = 0; i < given.of.dg.size(); ++i) {
         std::size_t const h = i % static_cast<std::size_t>(p.heads);
-        if (i >= inside) {
+        if (!p.in_a_sequence(static_cast<index_t>(i) / p.heads)) {
             same_da = same_da && std::isnan(made.of.dg[i]); // as it was
             continue;
         }
@@ -175,6 +205,12 @@ TEST_SUITE("cuda") {
         for (auto const path : {delta_rule_path::tensor_cores, delta_rule_path::plain}) {
             p.shape.path = path;
             check<T, gpu::erases::yes>({p, 2});
+        }
+        auto q = make<T>({70, 130, 64}, 1, 2, 128, 128, kind::mild, 3);
+        q.first = {100, 0, 63};
+        for (auto const path : {delta_rule_path::tensor_cores, delta_rule_path::plain}) {
+            q.shape.path = path;
+            check<T, gpu::erases::yes>({q, 3, {50, 130, 0}});
         }
         p.offsets = {0}, p.state.clear(), p.dlast.clear();
         results_of<T, gpu::erases::yes> const none({p, 3}, true);
@@ -233,7 +269,7 @@ TEST_SUITE("cuda") {
         gpu::stream const stream;
         index_t const n = p.rows();
         auto const dq = poisoned<T>(p.q.size()), dk = poisoned<T>(p.q.size()), dv = poisoned<T>(p.v.size()),
-                   da = poisoned<T>(p.g.size());
+                   da = poisoned<T>(n * (2 + 2 * others));
         auto const dbeta = poisoned<float>(p.g.size()), sums = poisoned<float>(4);
         auto const space = poisoned<char>(gpu::gated_delta_rule_backward_workspace<T>(p.shape, n, 3));
         harness::graph const graph(stream, [&] {
@@ -243,7 +279,7 @@ TEST_SUITE("cuda") {
                                                   rows<float>(),
                                                   x.of(dbeta),
                                                   std::span<float>()};
-            to.dg_of = {x.of(da), all(sums).first(2), all(sums).last(2)};
+            to.dg_of = {x.inner(da), all(sums).first(2), all(sums).last(2)};
             gpu::gated_delta_rule_backward<T>(p.shape, x.template in<gpu::erases::yes>(true), x.there.gradients(),
                                               all(x.there.dlast), to, all(space), stream);
         });
@@ -254,7 +290,12 @@ TEST_SUITE("cuda") {
             graph.launch(stream);
             stream.synchronize();
             results_of<T, gpu::erases::yes> const direct(x, true);
-            CHECK(on_ranks::same_bits(widen(da.read()), direct.of.dg));
+            auto const wider = widen(da.read());
+            numbers found;
+            for (index_t row = 0; row < n; ++row)
+                for (index_t h = 0; h < 2; ++h)
+                    found.push_back(wider[static_cast<std::size_t>(row * (2 + 2 * others) + others + h)]);
+            CHECK(on_ranks::same_bits(found, direct.of.dg));
             auto expected = direct.da_log;
             expected.insert(expected.end(), direct.ddt_bias.begin(), direct.ddt_bias.end());
             CHECK(on_ranks::same_bits(widen(sums.read()), expected));

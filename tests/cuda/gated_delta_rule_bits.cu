@@ -15,6 +15,27 @@ using namespace packed_delta_rule;
 } // namespace
 
 TEST_SUITE("cuda") {
+    TEST_CASE("steps of stretches are joined with the same bits by few blocks and by many") {
+        if (!has_gpus()) return;
+        using T = __nv_bfloat16;
+        constexpr index_t each = 450;
+        auto p = make<T>(std::vector<index_t>(9, each), 1, 2, 128, 128, kind::mild, 51);
+        p.shape.scan = true, p.shape.stretch = 2; // four stretches; blocks of 8, 16 and 32 columns
+        auto const all = on_gpu<T>(p, false);
+        for (index_t const count : {1, 5}) {
+            CAPTURE(count);
+            auto some = p;
+            some.offsets.resize(static_cast<std::size_t>(count + 1));
+            for (auto* const x : {&some.q, &some.k}) *x = slice(*x, p.keys(), 0, count * each);
+            for (auto* const x : {&some.v, &some.dout}) *x = slice(*x, p.values(), 0, count * each);
+            for (auto* const x : {&some.g, &some.beta}) *x = slice(*x, p.shape.value_heads, 0, count * each);
+            for (auto* const x : {&some.state, &some.dlast}) *x = slice(*x, p.state_size(), 0, count);
+            auto const got = on_gpu<T>(some, false);
+            CHECK(on_ranks::same_bits(got.o, slice(all.o, p.values(), 0, count * each)));
+            CHECK(on_ranks::same_bits(got.last, slice(all.last, p.state_size(), 0, count)));
+        }
+    }
+
     TEST_CASE("rows of queries, keys and values that lie side by side make the bits of those apart") {
         if (!has_gpus()) return;
         using T = __nv_bfloat16;

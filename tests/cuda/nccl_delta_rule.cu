@@ -59,6 +59,7 @@ struct problem {
     numbers q, k, v, g, beta, dout, initial, dfinal;
     bool erases = true;    ///< else it is a decay a head
     bool has_final = true; ///< whether final states are wanted
+    bool in_place = false; ///< whether they take the place of the initial ones, and so do those's gradients of these's
 
     section key() const { return {heads.key_heads, heads.key_dim}; }
     section value() const { return {heads.value_heads, heads.value_dim}; }
@@ -130,10 +131,11 @@ struct results {
 };
 
 /// One rank's forward and backward on tensors of T. `meet()`: see `group::run`; `by`: the transport, or what is made
-/// from it once; `keeps`: the backward takes from the forward what the device's kernels can make again.
+/// from it once; `keeps`: the backward takes from the forward what the device's kernels can make again; `forwards`: how
+/// many come before the backward, as where activations are made again.
 template <cpx::carry_kind How, class T, class S, class Comm, class By, class Meet>
-void program(problem const& p, S const& sharding, Comm& comm, By& by, Meet const& meet, results& r,
-             bool keeps = false) {
+void program(problem const& p, S const& sharding, Comm& comm, By& by, Meet const& meet, results& r, bool keeps = false,
+             int forwards = 1) {
     using M = cpx::rank_memory_of<Comm>;
     using sum = typename M::template sum<T>;
     int const rank = comm.rank();
@@ -168,7 +170,9 @@ void program(problem const& p, S const& sharding, Comm& comm, By& by, Meet const
          dv = tensor(T(), nullptr, p.value());
     auto dg = tensor(sum(), nullptr, p.gate()), dbeta = tensor(sum(), nullptr, p.gate());
     auto initial = states(&p.initial), dfinal = states(&p.dfinal), last = states(nullptr), first = states(nullptr);
-    auto const after = p.has_final ? view(last) : decltype(view(last))();
+    auto& written = p.in_place ? initial : last;
+    auto& written_back = p.in_place ? dfinal : first;
+    auto const after = p.has_final ? view(written) : decltype(view(last))();
     meet();
 
     auto const plan = cpx::carry<How>(sharding, rank);
@@ -176,25 +180,27 @@ void program(problem const& p, S const& sharding, Comm& comm, By& by, Meet const
     if constexpr (std::same_as<M, cpx::cuda::memory>) saved.keeps = keeps;
     if (p.erases) {
         cpx::delta_rule_tensors<T, S, M> const t{q, k, v, g, beta, o, view(initial), after, &saved};
-        cpx::gated_delta_rule(plan, t, p.heads, p.options, by);
+        for (int i = 0; i < forwards; ++i) cpx::gated_delta_rule(plan, t, p.heads, p.options, by);
         meet();
         cpx::gated_delta_rule_backward(
-            plan, t, cpx::delta_rule_gradient_tensors<T, S, M>{dout, dq, dk, dv, dg, dbeta, view(dfinal), view(first)},
+            plan, t,
+            cpx::delta_rule_gradient_tensors<T, S, M>{dout, dq, dk, dv, dg, dbeta, view(dfinal), view(written_back)},
             p.heads, p.options, by);
     } else if constexpr (std::same_as<M, cpx::cuda::memory>) {
         cpx::head_decay_attention const model{p.heads};
         cpx::head_decay_tensors<T, S> const t{q, k, v, g, o, view(initial), after, &saved};
         cpx::recur(plan, model, t, by);
         meet();
-        cpx::recur_backward(plan, model, t,
-                            cpx::head_decay_gradient_tensors<T, S>{dout, dq, dk, dv, dg, view(dfinal), view(first)},
-                            by);
+        cpx::recur_backward(
+            plan, model, t,
+            cpx::head_decay_gradient_tensors<T, S>{dout, dq, dk, dv, dg, view(dfinal), view(written_back)}, by);
     } else {
         cpx::head_decay_attention const model{p.heads};
         cpx::recurrence_tensors<T, S, 4> const t{{q, k, v, g}, o, view(initial), after, &saved};
         cpx::recur(plan, model, t, by);
-        cpx::recur_backward(plan, model, t,
-                            cpx::recurrence_gradients<T, S, 4>{dout, {dq, dk, dv, dg}, view(dfinal), view(first)}, by);
+        cpx::recur_backward(
+            plan, model, t,
+            cpx::recurrence_gradients<T, S, 4>{dout, {dq, dk, dv, dg}, view(dfinal), view(written_back)}, by);
     }
     r.put(0, sharding, rank, p.value(), widen(o.read()));
     r.put(1, sharding, rank, p.key(), widen(dq.read()));
@@ -203,8 +209,18 @@ void program(problem const& p, S const& sharding, Comm& comm, By& by, Meet const
     r.put(4, sharding, rank, p.gate(), widen(dg.read()));
     r.put(5, sharding, rank, p.gate(), p.erases ? widen(dbeta.read()) : numbers(dbeta.elements().size()));
     auto const count = static_cast<std::size_t>(sequences * width);
-    r.put_states(6, heads, p, widen(memory.read(std::span<sum const>(last.data(), count))));
-    r.put_states(7, heads, p, widen(memory.read(std::span<sum const>(first.data(), count))));
+    auto const put_states = [&](std::size_t which, auto const& from, cpx::side end) {
+        numbers local = widen(memory.read(std::span<sum const>(from.data(), count)));
+        for (index_t s = 0; p.in_place && s < sequences; ++s) { // who does not write holds what it was given
+            bool writes = p.batch.length(s) == 0 && rank == 0;
+            for (std::size_t i = 0; i < plan.links.size(); ++i)
+                writes = writes || (plan.segments[i].sequence == s && plan.links[i].beside(end) == 0);
+            if (!writes) std::fill_n(local.begin() + s * width, width, NAN);
+        }
+        r.put_states(which, heads, p, local);
+    };
+    put_states(6, written, cpx::side::after);
+    put_states(7, written_back, cpx::side::before);
     meet();
 }
 
@@ -219,10 +235,10 @@ std::vector<numbers> on_host(problem const& p) {
 
 /// `prepared`: with a `state_exchange`, else with the communicator; and what can be kept is kept. `window`: states go
 /// through memory that ranks reach. `in_parts`: whether the backward has to be in parts; of a prepared one, and on rank
-/// 1, which hands gradients of states on by every layout of two ranks.
+/// 1, which hands gradients of states on by every layout of two ranks. `forwards`: see `program`.
 template <cpx::carry_kind How, class T, class S>
 std::vector<numbers> on_gpus(group& gpus, problem const& p, S const& sharding, bool prepared, bool window = false,
-                             std::optional<bool> in_parts = {}) {
+                             std::optional<bool> in_parts = {}, int forwards = 1) {
     results r(p);
     gpus.run([&](cpx::nccl& joined, auto const& meet) {
         cpx::cuda::stream const stream;
@@ -235,9 +251,9 @@ std::vector<numbers> on_gpus(group& gpus, problem const& p, S const& sharding, b
                 meet();
             };
             if (prepared)
-                program<How, T>(p, sharding, comm, by, all_meet, r, true);
+                program<How, T>(p, sharding, comm, by, all_meet, r, true, forwards);
             else
-                program<How, T>(p, sharding, comm, comm, all_meet, r);
+                program<How, T>(p, sharding, comm, comm, all_meet, r, false, forwards);
             if (prepared && std::same_as<T, __nv_bfloat16> && cpx::cuda::detail::has_delta_hopper<true>())
                 cpx::require(by.calls.plain == 0 && (by.calls.on_tensor_cores > 0 || sharding.rows(joined.rank()) == 0),
                              "test", "calls of plain kernels and on tensor cores", "none and some",
@@ -391,6 +407,46 @@ TEST_SUITE("cuda") {
         auto const alone = on_gpus<cpx::serial, T>(one, few, on_ranks::one_rank(few.batch), false);
         by_tokens const sharding(cpx::shard(few.batch, cpx::sequential<>(2), cpx::aligned<64>{}));
         check_same(on_gpus<cpx::serial, T>(gpus, few, sharding, true, false, false), alone);
+    }
+
+    TEST_CASE("final states may take the place of initial ones, and gradients of these that of those's") {
+        if (!has_gpus(2)) return;
+        using T = __nv_bfloat16;
+        group gpus(2);
+        for (auto const& list : {lengths({700}), lengths({300, 0, 390, 40})})
+            for (auto const& layout :
+                 {cpx::table(cpx::sequential<>(2)), cpx::table(cpx::zigzag<>(2)), cpx::table(cpx::striped<>(2))}) {
+                auto p = make<T>(list, {2, 4, 128, 128}, false, 17);
+                by_tokens const sharding(cpx::shard(p.batch, layout, cpx::aligned<cpx::dynamic>(64)));
+                auto const check = [&]<class How>(How) {
+                    p.in_place = false;
+                    auto const apart = on_gpus<How, T>(gpus, p, sharding, true);
+                    p.in_place = true;
+                    check_same(on_gpus<How, T>(gpus, p, sharding, true), apart);
+                };
+                check(cpx::serial());
+                check(cpx::scan());
+            }
+    }
+
+    TEST_CASE("a forward that comes again before its backward changes no bit, of queries and keys normalised inside") {
+        if (!has_gpus(2)) return;
+        using T = __nv_bfloat16;
+        group gpus(2);
+        auto const p = make<T>(lengths({700, 0, 390}), {2, 4, 128, 128}, true, 16);
+        auto const expected = on_host(p);
+        by_tokens const sharding(cpx::shard(p.batch, cpx::zigzag<>(2), cpx::aligned<64>{}));
+        auto const check = [&]<class How>(How, double times) {
+            for (bool const keeps : {false, true}) {
+                CAPTURE(keeps);
+                auto const once = on_gpus<How, T>(gpus, p, sharding, keeps);
+                check_same(on_gpus<How, T>(gpus, p, sharding, keeps, keeps, {}, 2), once);
+                // normalised rows are rounded to 16 bits once more: sqrt(2) times the bounds of those that come so
+                check_close(once, expected, times * 6.6e-3, times * 8.5e-3);
+            }
+        };
+        check(cpx::serial(), 1);
+        check(cpx::scan(), 2);
     }
 
     TEST_CASE("the gated delta rule and a decay a head over four GPUs are the host's, by serial with the bits of one") {

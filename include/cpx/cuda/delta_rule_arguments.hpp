@@ -33,28 +33,30 @@ struct gated_delta_rule_shape {
     index_t key_heads = 1, value_heads = 1; ///< a multiple of the key heads: value head h reads key head h / group
     index_t key_dim = 128, value_dim = 128; ///< at most 256, and at most 65536
     std::optional<double> scale = {};       ///< factor of q; none: 1 / sqrt(key_dim)
-    /// Chunks of 64 tokens that kernels run as one, a stretch of a sequence; 0: chosen, by scan and in
-    /// `gated_delta_rule_fold` 32. There bits depend on it, and many heads are faster with longer ones: 128 of one
-    /// sequence of 32768 tokens and 32 heads. A backward and its fold have none.
+    /// Chunks of 64 tokens that kernels run as one, a stretch of a sequence; 0: chosen, and no bit depends on it. With
+    /// `scan` and in `gated_delta_rule_fold` 0 is 32, bits depend on it, and many heads are faster with longer ones:
+    /// 128 of one sequence of 32768 tokens and 32 heads. A backward and its fold have no stretches.
     index_t stretch = 0;
     /// Tensor cores, forward: stretches are folded beside each other, and states made of their steps, as
     /// `gated_delta_rule_fold` always does. Faster where sequences and heads are few, and within rounding of the other
     /// way.
     bool scan = false;
-    delta_rule_path path = delta_rule_path::tensor_cores; ///< this one, where it can be taken
+    delta_rule_path path = delta_rule_path::tensor_cores; ///< these where they can be used, as calls return
 };
 
-/// What log decays are made of where kernels read them, if it is given in their place: -exp(a_log) softplus(a +
-/// dt_bias), with the bits of `rowwise::delta_gates`.
+/// What kernels make g of where they read it, if it is given in place of that: -exp(a_log) softplus(a + dt_bias), with
+/// the bits of `rowwise::delta_gates` on a device. beta is given all the same. Of calls on one GPU: operators between ranks take g,
+/// for they add the terms of the parameters' gradients in an order that no rank changes.
 template <class T>
 struct log_decay_parameters {
-    rows<T const> a = {};                            ///< as g, of T
+    rows<T const> a = {};                            ///< (tokens, value heads), such as columns of a projection
     std::span<float const> a_log = {}, dt_bias = {}; ///< (value heads)
 
     bool given() const { return !a_log.empty() || !dt_bias.empty() || a.data(); }
 };
 
-/// Their gradients, all written: a_log's and dt_bias' are sums over all tokens, in an order that their chunks decide.
+/// Their gradients, (tokens, value heads) and (value heads), none of which may be left out. Written is da of all rows of
+/// sequences, and sums over these, in an order that their chunks decide.
 template <class T>
 struct log_decay_gradients {
     rows<T> da = {};
@@ -62,8 +64,8 @@ struct log_decay_gradients {
 };
 
 /// What the gated delta rule reads, in device memory. Rows: (tokens, heads * dim), q and k normalised, or (tokens,
-/// value heads) for g (log decay, never positive) and beta. Any strides. Of a decay a head, `erases::no`: q and k of
-/// any norm, neither beta nor `saved`.
+/// value heads) for g (log decay, never positive) and beta. Any strides; tensor cores want q, k, v and o at multiples
+/// of 16 bytes. Of a decay a head, `erases::no`: q and k of any norm, neither beta nor `saved`.
 template <class T>
 struct gated_delta_rule_input {
     rows<T const> q, k, v;
@@ -71,12 +73,12 @@ struct gated_delta_rule_input {
     std::span<index_t const> offsets = {}; ///< (sequences + 1): where sequences begin, and all tokens; see `counts`
     std::span<float const> state = {};     ///< (sequences, value heads, Dk, Dv) before the sequences; empty: zeros
     std::span<index_t const> first{};      ///< (sequences): the token of its sequence that a first row is; empty: zeros
-    std::span<index_t const>
-        counts{}; ///< (sequences): their rows; empty: up to the next one. Rows of none are left alone
+    std::span<index_t const> counts{}; ///< (sequences): how many rows they have; empty: up to the next one. Rows of no
+                                       ///< sequence are neither read nor written
     /// `gated_delta_rule_saved` bytes at a multiple of 256, which a forward writes, of the chunks' inverses and gates,
     /// and the backward of the same inputs reads instead of making them again; empty: it makes them.
     std::span<char> saved{};
-    /// For which there is room in `saved`: those of the sequences, at least, not 0; negative: all rows.
+    /// The tokens that `saved` was sized for: those of the sequences, at least, not 0; negative: all rows.
     index_t saved_tokens = -1;
     /// In place of g, which is none then: what it is made of.
     log_decay_parameters<T> g_of = {};
@@ -88,7 +90,7 @@ struct gated_delta_rule_gradients {
     field<rows<T>> dq, dk, dv;
     field<rows<float>> dg, dbeta = {};
     field<std::span<float>> dstate = {}; ///< of the states before the sequences; empty if it is not wanted
-    log_decay_gradients<T> dg_of = {};   ///< in place of dg, where `g_of` is given in place of g
+    log_decay_gradients<T> dg_of = {};   ///< in place of dg, which is none then, where `g_of` is given
 };
 
 namespace detail {

@@ -60,7 +60,7 @@ index_t gated_delta_rule_workspace(gated_delta_rule_shape const& shape, index_t 
     return detail::delta_forward_space<Of == erases::yes, T>(shape, tokens, sequences, saved).bytes;
 }
 
-/// The same of a backward, of g that is given or made of parameters.
+/// The same of a backward, with room for gradients of g that is made of parameters, too.
 template <gpu_number T, erases Of = erases::yes>
 index_t gated_delta_rule_backward_workspace(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences,
                                             bool saved = false, caller here = caller::here()) {
@@ -85,6 +85,11 @@ index_t gated_delta_rule_saved(gated_delta_rule_shape const& shape, index_t toke
 /// and of `erases::no` S_t = exp(g_t) S_{t-1} + k_t v_t^T: the gated delta rule (Yang, Kautz and Hatamizadeh 2024,
 /// arXiv 2412.06464), and Mamba-2 or lightning attention. g is given, or `in.g_of`, of which kernels make
 /// -exp(a_log) softplus(a + dt_bias) where they read it; `rowwise::delta_gates` makes the same g, and beta, beforehand.
+///
+///     gated_delta_rule_shape const shape{.key_heads = 16, .value_heads = 32};
+///     buffer<char> const room(gated_delta_rule_workspace<__nv_bfloat16>(shape, tokens, sequences));
+///     gated_delta_rule<__nv_bfloat16>(shape, {.q = q, .k = k, .v = v, .g = g, .beta = beta, .offsets = cu_seqlens}, o,
+///                                     {}, {room.data(), static_cast<std::size_t>(room.size())}, stream);
 ///
 /// o: (tokens, value heads * Dv). last: (sequences, value heads, Dk, Dv), the states after the sequences, or empty.
 /// workspace: device memory at a multiple of 256 bytes. No result overlaps anything else.

@@ -24,6 +24,7 @@ struct visit {
     T const* before = nullptr; ///< the state that reaches the segment, null: zeros; may be `state`
     T* start = nullptr;        ///< where a forward keeps that for its backward
     T* taken = nullptr;        ///< takes, too, the state that leaves it
+    bool stays = false;        ///< whether `before` is the carry's own, and stays as it is while the pass goes on
 };
 
 template <class T>
@@ -60,7 +61,7 @@ struct states_on_host {
     std::vector<T> zeros(char const* where, std::initializer_list<index_t> counts, caller here) const {
         return detail::zeros<T>(where, counts, here);
     }
-    /// The same of what is written before it is read: on devices it need not be zeros.
+    /// The same of what passes on devices write before it is read, where it need not be zeros.
     template <class T>
     std::vector<T> room(char const* where, std::initializer_list<index_t> counts, caller here) const {
         return detail::zeros<T>(where, counts, here);

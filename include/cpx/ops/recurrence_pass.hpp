@@ -101,7 +101,8 @@ public:
         for (visit<T>& v : visits) {
             index_t const sequence = plan_.segments[v.segment].sequence;
             carry_link const& l = plan_.links[v.segment];
-            v.before = l.beside(from_) == 0 ? given(sequence) : v.state;
+            v.stays = l.beside(from_) > 0;
+            v.before = v.stays ? v.state : given(sequence);
             v.start = starts_ ? starts_ + static_cast<index_t>(v.segment) * shape_.state_width() : nullptr;
             v.taken = l.beside(opposite(from_)) == 0 && taken_.data() ? taken_.row(sequence) : nullptr;
         }

@@ -65,10 +65,11 @@ recurrence_gradients(D, X, rows<float const> = {}, rows<float> = {}) -> recurren
 /// A recurrence of tensors on devices: a model of `cpx::recurrence` but for its functions, which are about all heads
 /// that the rank holds and as many segments as they are given, and enqueue their work in the stream of `by`.
 ///
-/// States of segments and gradients of these are side by side, (segments, heads * keys * values); spans may be empty:
-/// zeros, or nothing that is wanted. x, o, dout, dx: as they are given to `recur`; they have been checked, but for what
-/// `check_rank` knows. State heads that read one head of x are on one rank; in a forward they may be on several, if
-/// each of these holds no other head of x.
+/// States of segments and gradients of these are side by side, (segments, heads * keys * values), from a multiple of
+/// 256 bytes on, those after segments perhaps where the caller of `recur` wants them; states before and after do not
+/// overlap. Spans may be empty: zeros, or nothing that is wanted. x, o, dout, dx: as they are given to `recur`; they
+/// have been checked, but for what `check_rank` knows. State heads that read one head of x are on one rank; in a
+/// forward they may be on several, if each of these holds no other head of x.
 ///
 /// - `forward(segments, x, before, o, after, kept, by, here)`
 /// - `fold(segments, x, maps, ends, by, here)`; maps: (segments, heads * map's elements)
@@ -92,7 +93,7 @@ recurrence_gradients(D, X, rows<float const> = {}, rows<float> = {}) -> recurren
 ///   `before` is given
 /// - `totals(begun, maps, ends, by, here)`: as a fold, of what has begun by steps
 /// - `states(begun, before, after, by, here)`, which may make some outputs beside states, and then
-///   `outputs(begun, by, here)`
+///   `outputs(begun, by, here)`; what all were given is there until then
 ///
 /// And one that can make gradients of states before the others, so that these are on their way meanwhile, of segments
 /// whose gradients others wait for:

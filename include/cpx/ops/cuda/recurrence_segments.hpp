@@ -74,7 +74,8 @@ protected:
     }
 
     /// Visits' states beside each other, as kernels want them; empty: zeros, or not wanted. Where they lie so they are
-    /// taken as they are, but for states before segments that those after take the place of.
+    /// taken as they are, but for states before segments that are to be written while they may still be read: by this
+    /// call or, of those that the caller gave, by a later one.
     struct beside_each_other {
         std::span<float const> before;
         std::span<float> after;
@@ -90,7 +91,8 @@ protected:
         };
         beside_each_other both;
         if (wanted(before)) {
-            float const* from = first_beside_each_other(visits, before, width_);
+            bool const stay = std::ranges::all_of(visits, &visit<float>::stays);
+            float const* from = stay ? first_beside_each_other(visits, before, width_) : nullptr;
             for (visit<float> const& v : visits)
                 for (float const* const to : {v.state, v.taken})
                     if (from && to && to < from + elements && from < to + width_) from = nullptr;
