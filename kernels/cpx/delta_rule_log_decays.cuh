@@ -28,7 +28,8 @@ struct delta_log_decays {
 };
 
 /// Of the gradients of log decays, dg, (tokens, value heads) side by side, makes those of a, and a chunk's shares of
-/// those of a_log and dt_bias: terms, (chunks, 2, value heads). A grid of (chunks at most, value heads / 32, rounded up) blocks.
+/// those of a_log and dt_bias: terms, (chunks, 2, value heads). A grid of (chunks at most, value heads / 32, rounded
+/// up) blocks.
 template <class T>
 __global__ void __launch_bounds__(256)
     delta_rule_parameter_terms(delta_plan const plan, delta_log_decays<T> const of, float const* dg,
@@ -57,8 +58,8 @@ __global__ void __launch_bounds__(256)
     terms[(std::int64_t{chunk} * 2 + warp) * heads + head] = sum;
 }
 
-/// Adds the chunks' shares, in an order that their number alone decides. A grid of (value heads / 32, rounded up, 2) blocks of 1024
-/// threads, of a_log and of dt_bias.
+/// Adds the chunks' shares, in an order that their number alone decides. A grid of (value heads / 32, rounded up, 2)
+/// blocks of 1024 threads, of a_log and of dt_bias.
 static __global__ void __launch_bounds__(1024)
     delta_rule_parameter_sums(int const* chunks, float const* terms, int heads, float* da_log, float* ddt_bias) {
     constexpr int warps = 32;

@@ -45,8 +45,8 @@ struct gated_delta_rule_shape {
 };
 
 /// What kernels make g of where they read it, if it is given in place of that: -exp(a_log) softplus(a + dt_bias), with
-/// the bits of `rowwise::delta_gates` on a device. beta is given all the same. Of calls on one GPU: operators between ranks take g,
-/// for they add the terms of the parameters' gradients in an order that no rank changes.
+/// the bits of `rowwise::delta_gates` on a device. beta is given all the same. Of calls on one GPU: operators between
+/// ranks take g, for they add the terms of the parameters' gradients in an order that no rank changes.
 template <class T>
 struct log_decay_parameters {
     rows<T const> a = {};                            ///< (tokens, value heads), such as columns of a projection
@@ -55,8 +55,8 @@ struct log_decay_parameters {
     bool given() const { return !a_log.empty() || !dt_bias.empty() || a.data(); }
 };
 
-/// Their gradients, (tokens, value heads) and (value heads), none of which may be left out. Written is da of all rows of
-/// sequences, and sums over these, in an order that their chunks decide.
+/// Their gradients, (tokens, value heads) and (value heads), none of which may be left out. Written is da of all rows
+/// of sequences, and sums over these, in an order that their chunks decide.
 template <class T>
 struct log_decay_gradients {
     rows<T> da = {};
