@@ -48,7 +48,7 @@ cstddef byte max_align_t nullptr_t ptrdiff_t size_t
 cstdint int16_t int32_t int64_t int8_t intmax_t intptr_t uint16_t uint32_t uint64_t uint8_t uintmax_t uintptr_t
 cstdio FILE fclose ferror fflush fgets fopen fprintf fputs fread freopen fwrite printf puts remove rename size_t
 cstdio snprintf
-cstdlib _Exit abort abs exit free getenv malloc size_t strtod strtol system
+cstdlib _Exit abort abs aligned_alloc exit free getenv malloc size_t strtod strtol system
 cstring memcmp memcpy memmove memset size_t strcmp strerror strlen
 deque begin data deque end erase erase_if initializer_list size ssize
 exception current_exception exception exception_ptr make_exception_ptr rethrow_exception rethrow_if_nested terminate
