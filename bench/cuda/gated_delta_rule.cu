@@ -139,9 +139,12 @@ double time(bool back, work const& w, gates of, double rate, gpu::stream const& 
     // forward: q, k, v, o and gates; back: q, k, v, dout, gates, and the gradients of all but dout
     double const key_rows = (back ? 8.0 : 4.0) * static_cast<double>(key_heads);
     double const value_rows = (back ? 6.0 : 4.0) * static_cast<double>(value_heads);
-    double const bytes =
-        static_cast<double>(tokens) * (static_cast<double>(dim) * (key_rows + value_rows) +
-                                       (back ? 8.0 : 4.0) * (erases ? 2 : 1) * static_cast<double>(value_heads));
+    double const of_gates = (back ? 2.0 : 1.0) *
+                            (made     ? 6
+                             : erases ? 8
+                                      : 4) *
+                            static_cast<double>(value_heads); // bytes
+    double const bytes = static_cast<double>(tokens) * (static_cast<double>(dim) * (key_rows + value_rows) + of_gates);
     double const flop = static_cast<double>(tokens * value_heads) / 64 *
                         (erases ? back ? 31.5e6 : 10.49e6
                          : back ? 15.7e6

@@ -292,7 +292,7 @@ static __global__ void __launch_bounds__(256, 1)
 #pragma unroll 1
             for (int row = 0; row < all_rows; row += rows) {
                 // after the last one that again, which nobody reads
-                float const* const next =
+                float const* const more =
                     row + rows < all_rows ? rows_of(stretch, row + rows) : rows_of(min(stretch + 1, count - 1), 0);
 #pragma unroll
                 for (int j = 0; j < rows; ++j) {
@@ -306,7 +306,7 @@ static __global__ void __launch_bounds__(256, 1)
                             sum[1][v + i] = fmaf(map[j].y, four[i], sum[1][v + i]);
                         }
                     }
-                    map[j] = *reinterpret_cast<float2 const*>(next + j * 128);
+                    map[j] = *reinterpret_cast<float2 const*>(more + j * 128);
                 }
             }
 #pragma unroll
