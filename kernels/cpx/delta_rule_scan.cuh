@@ -4,6 +4,8 @@
 
 #include <cpx/delta_rule_state.cuh>
 
+#include <cstddef>
+
 namespace cpx::kernels {
 
 /// Where the steps of stretches lie, (stretches, value heads, 128, 128) each, transposed: key channels last.
@@ -49,7 +51,7 @@ struct fold_memory : erasing_memory<Erases, 4, 3> {
 
 /// Of a block of `delta_rule_join` that has so many value channels of a state: this, its rows in other banks, and
 /// shares of the products.
-template <int Columns>
+template <std::size_t Columns>
 struct join_memory {
     static constexpr int shares = 4, keys = 128 / shares; ///< rows of M^T of a share
     alignas(16) float state[128][Columns + 4];
