@@ -108,6 +108,8 @@ struct states_on_host {
                             sum(row, c) += map(shape.map == map_kind::vector ? row : 0, 0) * x(row, c);
             }
     }
+    /// Returns whether an exchange, which brings the rank nothing but its own, need not be run: all ranks run these.
+    bool stays_here(plan const&) const { return false; }
     /// Runs an exchange of a carry for `where`, the one of `exchange_number`.
     template <class T>
     void exchange(char const* where, plan const& p, index_t, rows<T const> from, rows<T> to, caller here) const {
@@ -169,6 +171,7 @@ public:
     /// Exchanges and joins steps, of ever more segments until the first on the way is among them.
     void join() {
         std::vector<T*> reaching_maps(ends.size()), longer(ends.size()); // what so many segments before do
+        std::vector<T*> given_states(ends.size()), given_maps(ends.size());
         buffer maps_room, longer_room;
         for (index_t k = 0; k < plan_.steps; ++k) {
             index_t const reach = index_t{1} << k;
@@ -176,7 +179,8 @@ public:
             auto const gives_map = [&](carry_link const& l) { return gives(l) && l.beside(from_) >= reach; };
             auto const gets_map = [&](carry_link const& l) { return l.beside(from_) >= 2 * reach; };
             cpx::plan const now = step(k);
-            buffer given, got = room(now.target_rows);
+            bool const stays = k > 0 && memory_.stays_here(now);
+            buffer given, got = room(stays ? 0 : now.target_rows);
             if (k > 0) { // what is first given, and got, is there as it is; sums of maps begin with zeros
                 given = std::ranges::any_of(plan_.links, gives_map)
                             ? memory_.template zeros<T>(where_, {now.source_rows, row_}, here_)
@@ -189,30 +193,36 @@ public:
             for (std::size_t i = 0; i < ends.size(); ++i) {
                 carry_link const& l = plan_.links[i];
                 index_t const passed = l.beside(from_);
-                if (k > 0 && gives(l)) {
-                    giving.copies.push_back({ends[i], give, width_});
-                    if (passed > 0) giving.states.push_back({maps[i], reaching[i], give});
-                    give += width_;
-                    if (gives_map(l))
-                        giving.maps.push_back({maps[i], reaching_maps[i], std::exchange(give, give + map_width_)});
-                }
-                if (passed >= reach) {
-                    T* const state = std::exchange(get, get + width_);
-                    if (k == 0)
-                        reaching[i] = state;
-                    else
-                        getting.states.push_back({reaching_maps[i], state, reaching[i]});
-                }
-                if (gets_map(l)) {
-                    T* const map = std::exchange(get, get + map_width_);
-                    longer[i] = k == 0 ? map : std::exchange(next, next + map_width_);
-                    if (k > 0) getting.maps.push_back({reaching_maps[i], map, longer[i]});
-                }
+                if (k == 0 || !gives(l)) continue;
+                bool const as_it_is = stays && passed == 0;
+                given_states[i] = as_it_is ? ends[i] : give;
+                if (as_it_is) continue;
+                giving.copies.push_back({ends[i], give, width_});
+                if (passed > 0) giving.states.push_back({maps[i], reaching[i], give});
+                give += width_;
+                if (!gives_map(l)) continue;
+                given_maps[i] = std::exchange(give, give + map_width_);
+                giving.maps.push_back({maps[i], reaching_maps[i], given_maps[i]});
+            }
+            for (std::size_t i = 0; i < ends.size(); ++i) {
+                carry_link const& l = plan_.links[i];
+                if (l.beside(from_) < reach) continue;
+                std::size_t const giver = stays ? own_giver(i, reach) : i;
+                T* const state = stays ? given_states[giver] : std::exchange(get, get + width_);
+                if (k == 0)
+                    reaching[i] = state;
+                else
+                    getting.states.push_back({reaching_maps[i], state, reaching[i]});
+                if (!gets_map(l)) continue;
+                T* const map = stays ? given_maps[giver] : std::exchange(get, get + map_width_);
+                longer[i] = k == 0 ? map : std::exchange(next, next + map_width_);
+                if (k > 0) getting.maps.push_back({reaching_maps[i], map, longer[i]});
             }
             giving.run(memory_, shape_);
-            memory_.exchange(where_, now, exchange_number(plan_, k, from_),
-                             rows<T const>((k > 0 ? given : given_).data(), now.source_rows, row_),
-                             rows<T>(got.data(), now.target_rows, row_), here_);
+            if (!stays)
+                memory_.exchange(where_, now, exchange_number(plan_, k, from_),
+                                 rows<T const>((k > 0 ? given : given_).data(), now.source_rows, row_),
+                                 rows<T>(got.data(), now.target_rows, row_), here_);
             getting.run(memory_, shape_);
             if (k == 0) got_ = std::move(got);
             std::swap(maps_room, longer_room);
@@ -221,6 +231,14 @@ public:
     }
 
 private:
+    /// Returns the segment `reach` before segment i on the way, which the rank has, too.
+    std::size_t own_giver(std::size_t i, index_t reach) const {
+        index_t const level = plan_.links[i].level - (from_ == side::before ? reach : -reach);
+        std::size_t giver = 0;
+        while (plan_.segments[giver].sequence != plan_.segments[i].sequence || plan_.links[giver].level != level)
+            ++giver;
+        return giver;
+    }
     cpx::plan step(index_t k) const { return plan_.step(k, from_, width_, map_width_); }
     buffer room(index_t count) const { return memory_.template room<T>(where_, {count, row_}, here_); }
 

@@ -7,6 +7,7 @@
 #include <cpx/ops/carried_states.hpp>
 #include <cpx/transport/movement.hpp>
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <memory>
@@ -129,6 +130,11 @@ public:
         std::vector<kernels::state_join> joins;
         for (auto const& j : list) joins.push_back({j.map, j.x, j.sum});
         join_states(shape.heads, count, width, shape.map_rows(), shape.map_columns(), joins, stream());
+    }
+    /// Returns whether an exchange, which brings the rank nothing but its own, need not be run: where states are sent.
+    bool stays_here(plan const& p) const {
+        auto const own = [&](message const& m) { return m.peer == p.rank; };
+        return !through_ && std::ranges::all_of(p.sends, own) && std::ranges::all_of(p.receives, own);
     }
     void exchange(char const*, plan const&, index_t number, rows<float const> from, rows<float> to, caller here) {
         (*move_)(from, to, {number}, here);
