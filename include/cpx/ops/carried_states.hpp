@@ -108,8 +108,9 @@ struct states_on_host {
                             sum(row, c) += map(shape.map == map_kind::vector ? row : 0, 0) * x(row, c);
             }
     }
-    /// Returns whether an exchange, which brings the rank nothing but its own, need not be run: all ranks run these.
-    bool stays_here(plan const&) const { return false; }
+    /// Passes over an exchange that moves nothing between this rank and others, if a rank may, and returns whether it
+    /// did: what it would bring is here. On the host all ranks run every exchange.
+    bool passes_over(plan const&, caller) const { return false; }
     /// Runs an exchange of a carry for `where`, the one of `exchange_number`.
     template <class T>
     void exchange(char const* where, plan const& p, index_t, rows<T const> from, rows<T> to, caller here) const {
@@ -179,12 +180,13 @@ public:
             auto const gives_map = [&](carry_link const& l) { return gives(l) && l.beside(from_) >= reach; };
             auto const gets_map = [&](carry_link const& l) { return l.beside(from_) >= 2 * reach; };
             cpx::plan const now = step(k);
-            bool const stays = k > 0 && memory_.stays_here(now);
+            bool const stays = k > 0 && width_ > 0 && memory_.passes_over(now, here_);
+            auto const makes = [&](carry_link const& l) { return gives(l) && (!stays || l.beside(from_) > 0); };
             buffer given, got = room(stays ? 0 : now.target_rows);
             if (k > 0) { // what is first given, and got, is there as it is; sums of maps begin with zeros
                 given = std::ranges::any_of(plan_.links, gives_map)
                             ? memory_.template zeros<T>(where_, {now.source_rows, row_}, here_)
-                            : room(now.source_rows);
+                            : room(std::ranges::any_of(plan_.links, makes) ? now.source_rows : 0);
                 longer_room = memory_.template zeros<T>(
                     where_, {std::ranges::count_if(plan_.links, gets_map), map_width_}, here_);
             }
@@ -194,9 +196,8 @@ public:
                 carry_link const& l = plan_.links[i];
                 index_t const passed = l.beside(from_);
                 if (k == 0 || !gives(l)) continue;
-                bool const as_it_is = stays && passed == 0;
-                given_states[i] = as_it_is ? ends[i] : give;
-                if (as_it_is) continue;
+                given_states[i] = makes(l) ? give : ends[i];
+                if (!makes(l)) continue;
                 giving.copies.push_back({ends[i], give, width_});
                 if (passed > 0) giving.states.push_back({maps[i], reaching[i], give});
                 give += width_;
@@ -231,13 +232,11 @@ public:
     }
 
 private:
-    /// Returns the segment `reach` before segment i on the way, which the rank has, too.
+    /// Returns the segment `reach` before segment i on the way, which the rank has, too: of a sequence they are in order.
     std::size_t own_giver(std::size_t i, index_t reach) const {
         index_t const level = plan_.links[i].level - (from_ == side::before ? reach : -reach);
-        std::size_t giver = 0;
-        while (plan_.segments[giver].sequence != plan_.segments[i].sequence || plan_.links[giver].level != level)
-            ++giver;
-        return giver;
+        while (plan_.links[i].level != level) from_ == side::before ? --i : ++i;
+        return i;
     }
     cpx::plan step(index_t k) const { return plan_.step(k, from_, width_, map_width_); }
     buffer room(index_t count) const { return memory_.template room<T>(where_, {count, row_}, here_); }

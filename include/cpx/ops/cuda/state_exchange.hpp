@@ -131,10 +131,13 @@ public:
         for (auto const& j : list) joins.push_back({j.map, j.x, j.sum});
         join_states(shape.heads, count, width, shape.map_rows(), shape.map_columns(), joins, stream());
     }
-    /// Returns whether an exchange, which brings the rank nothing but its own, need not be run: where states are sent.
-    bool stays_here(plan const& p) const {
+    /// Passes over an exchange that moves nothing between this rank and others, where states are sent, and returns
+    /// whether it did: what it would bring is here. Ranks count it, for others may run it.
+    bool passes_over(plan const& p, caller here) {
         auto const own = [&](message const& m) { return m.peer == p.rank; };
-        return !through_ && std::ranges::all_of(p.sends, own) && std::ranges::all_of(p.receives, own);
+        if (through_ || !std::ranges::all_of(p.sends, own) || !std::ranges::all_of(p.receives, own)) return false;
+        comm_.nccl_communicator().begin_call(here);
+        return true;
     }
     void exchange(char const*, plan const&, index_t number, rows<float const> from, rows<float> to, caller here) {
         (*move_)(from, to, {number}, here);

@@ -94,13 +94,13 @@ public:
               list<cpx::detail::joined<float>> const& all) const {
         host_.join(shape, count, width, all);
     }
-    /// The threads run every exchange together: one that need not be run moves what nobody reads.
-    bool stays_here(plan const& p) {
+    /// The threads run every exchange together: one that is passed over moves what nobody reads.
+    bool passes_over(plan const& p, caller here) {
         auto const own = [&](message const& m) { return m.peer == p.rank; };
         if (!std::ranges::all_of(p.sends, own) || !std::ranges::all_of(p.receives, own)) return false;
-        block<float> const from(p.source_rows * width_), to(p.target_rows * width_);
+        block<float> from(p.source_rows * width_), to(p.target_rows * width_);
         host_.exchange(where_, p, 0, rows<float const>(from.data(), p.source_rows, width_),
-                       rows<float>(const_cast<float*>(to.data()), p.target_rows, width_), {});
+                       rows<float>(to.data(), p.target_rows, width_), here);
         return true;
     }
     void exchange(char const* where, plan const& p, index_t number, rows<float const> from, rows<float> to,
