@@ -258,7 +258,7 @@ TEST_SUITE("cuda") {
 
     TEST_CASE("shapes that do not fit are refused before anything is launched") {
         cuda::rotary_pairs const pairs(std::span<double const>{}); // needs no memory of a device
-        std::vector<float> memory(100);
+        std::vector<float> memory(4 * 65537);
         std::vector<std::int64_t> const list(9);
         std::span<std::int64_t const> const four(list.data(), 4);
         auto const shape = [&](cpx::index_t count, cpx::index_t width, cpx::index_t stride) {
