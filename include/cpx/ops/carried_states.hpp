@@ -232,7 +232,7 @@ public:
     }
 
 private:
-    /// Returns the segment `reach` before segment i on the way, which the rank has, too: of a sequence they are in order.
+    /// Returns the segment `reach` before segment i on the way, which the rank has, too: a sequence's are in order.
     std::size_t own_giver(std::size_t i, index_t reach) const {
         index_t const level = plan_.links[i].level - (from_ == side::before ? reach : -reach);
         while (plan_.links[i].level != level) from_ == side::before ? --i : ++i;
