@@ -134,8 +134,13 @@ double time(bool back, work const& w, gates of, double rate, gpu::stream const& 
     };
     if (back) run(false); // leaves what the backward reads
     harness::graph const graph(stream, [&] { run(back); });
+    auto const call = [&] { graph.launch(stream); };
+    bool const plain = w.path == gpu::delta_rule_path::plain;
+    int const calls = plain ? 1 : length > 100000 ? 2 : 5; // 0.1 s at most
+    timing::rest(stream);
     double const ms = static_cast<double>(timing::median_ms(
-        stream, [&] { graph.launch(stream); }, [] {}, w.path == gpu::delta_rule_path::plain ? 1 : 5, 9));
+        stream, call, [] {}, calls, 9));
+    double const sustained = plain ? 0 : static_cast<double>(timing::sustained_ms(stream, call, ms, calls, 9));
     // forward: q, k, v, o and gates; back: q, k, v, dout, gates, and the gradients of all but dout
     double const key_rows = (back ? 8.0 : 4.0) * static_cast<double>(key_heads);
     double const value_rows = (back ? 6.0 : 4.0) * static_cast<double>(value_heads);
@@ -157,9 +162,14 @@ double time(bool back, work const& w, gates of, double rate, gpu::stream const& 
                 : made            ? "made"
                                   : "decay",
                 path == gpu::delta_rule_path::plain ? "plain" : "tensor cores", ms, 100 * bytes / (ms * 1e-3) / rate);
-    if (dim == 128) std::printf(" %9.0f", flop / (ms * 1e-3) * 1e-12);
     bool const designed = erases && !scan && path == gpu::delta_rule_path::tensor_cores;
-    if (designed) std::printf(" %*.1f%%", dim == 128 ? 8 : 18, 100 * designed_ms(back, w, rate) / ms);
+    auto const column = [](bool wanted, int digits, double figure, char const* unit) {
+        wanted ? std::printf(" %*.*f%s", 9 - static_cast<int>(std::string(unit).size()), digits, figure, unit)
+               : std::printf(" %9s", "");
+    };
+    column(dim == 128, 0, flop / (ms * 1e-3) * 1e-12, "");
+    column(designed, 1, 100 * designed_ms(back, w, rate) / ms, "%");
+    column(!plain, 4, sustained, "");
     std::printf("\n");
     std::fflush(stdout);
     return ms;
@@ -199,10 +209,11 @@ int main(int argc, char** argv) {
     std::printf("%s, copy of 1 GiB: %.0f GB/s read and written\n", timing::device_name().c_str(), rate * 1e-9);
     std::printf("the gated delta rule and a decay a head, bfloat16; of copy: inputs and outputs once\n");
     std::printf("of design: the time of the design's clocks and bytes, of what is measured\n");
-    std::printf("%-19s %-12s %-6s %3s %-6s %-13s %9s %9s %9s %9s\n", "", "sequences", "heads", "of", "gates", "path",
-                "ms", "of copy", "TFLOP/s", "of design");
+    std::printf(
+        "ms: after a second of rest; sustained: after a second of these calls, at the limit of the GPU's power\n");
+    std::printf("%-19s %-12s %-6s %3s %-6s %-13s %9s %9s %9s %9s %9s\n", "", "sequences", "heads", "of", "gates",
+                "path", "ms", "of copy", "TFLOP/s", "of design", "sustained");
     timing::limits limits;
-    // Forwards first: a backward heats the GPU more than they do.
     for (bool const back : {false, true}) {
         std::vector<double> of_delta; // ms, of the gated delta rule's work in its order
         std::size_t next = 0;         // of a decay a head, which has the same

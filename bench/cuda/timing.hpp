@@ -5,9 +5,11 @@
 #include <cpx/cuda/runtime.hpp>
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <cstdio>
 #include <string>
+#include <thread>
 #include <vector>
 
 namespace timing {
@@ -31,6 +33,21 @@ float median_ms(cudaStream_t stream, F&& f, B&& before, int calls = 20, int roun
     }
     std::ranges::sort(times);
     return times[times.size() / 2];
+}
+
+/// Lets the GPU rest for a second. At its power's limit a GPU slows down, some 0.1 s after it has begun to draw so much:
+/// without rest a figure would depend on what was timed before it.
+inline void rest(cudaStream_t stream) {
+    cpx::cuda::check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+    std::this_thread::sleep_for(std::chrono::seconds(1));
+}
+
+/// Returns `median_ms` of a GPU that has called `f()`, which takes some `ms`, for a second, as in training.
+template <class F>
+float sustained_ms(cudaStream_t stream, F&& f, double ms, int calls, int rounds) {
+    for (double spent = 0; spent < 1000; spent += ms) f();
+    return median_ms(
+        stream, f, [] {}, calls, rounds);
 }
 
 /// Returns the bytes a second, read and written, of a copy on the device that is much larger than its caches.

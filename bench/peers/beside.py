@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import statistics
 import sys
+import time
 
 
 def usage(program, library=True):
@@ -58,6 +59,15 @@ def load(program, functions):
         stop(2, usage(program), f"not that library: {e}")
     name_gpu()
     return library
+
+
+def rest():
+    """Lets the GPU rest for a second. At its power's limit a GPU slows down, some 0.1 s after it has begun to draw so
+    much: without rest a figure would depend on what was timed, or compiled, before it."""
+    import torch
+
+    torch.cuda.synchronize()
+    time.sleep(1)
 
 
 def median_ms(functions, calls, rounds):

@@ -7,8 +7,9 @@ Peers, each skipped where it is not installed:
     FlashQLA                  pip install flash-qla
     flash-linear-attention    pip install flash-linear-attention (its own kernels)
 
-First the errors of all against the recurrence token by token in float64, then times: one after the other, some rounds
-of calls as users make them, a round between two events; of the backward after a forward that has saved what it saves.
+First the errors of all against the recurrence token by token in float64, then times, each after a second of rest: one
+after the other, some rounds of calls as users make them, a round between two events; of the backward after a forward that
+has saved what it saves.
 Exit code 1 if an error of cpx is more than 1.05 times FlashQLA's with mild gates, or more than 2^-7.
 """
 
@@ -16,7 +17,7 @@ import ctypes
 import os
 import sys
 
-from beside import begin, load, median_ms, must, version
+from beside import begin, load, median_ms, must, rest, version
 
 PROGRAM = "gated_delta_rule.py"
 torch = begin(PROGRAM)
@@ -185,7 +186,9 @@ def main():
             made = {name: make(p) for name, make in members.items()}
             for direction, what in enumerate(("forward",) if scan else ("forward", "backward")):
                 taking_part = [name for name in made if direction == 0 or name not in forward_alone]
-                times = dict(zip(taking_part, median_ms([made[name][direction] for name in taking_part], 5, 9)))
+                calls = 2 if sum(lengths) > 100000 else 5
+                rest()
+                times = dict(zip(taking_part, median_ms([made[name][direction] for name in taking_part], calls, 9)))
                 work = f"{what} {len(lengths)} x {lengths[0]}, {heads[0]}/{heads[1]}, {gates}"
                 columns = (f"{times[name]:10.3f}" if name in times else f"{'-':>10s}" for name in made)
                 print(f"{work:36s}" + "".join(columns), flush=True)
