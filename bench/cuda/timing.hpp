@@ -35,7 +35,7 @@ float median_ms(cudaStream_t stream, F&& f, B&& before, int calls = 20, int roun
     return times[times.size() / 2];
 }
 
-/// Lets the GPU rest for a second. At its power's limit a GPU slows down, some 0.1 s after it has begun to draw so much:
+/// Lets the GPU rest for a second. At its power's limit it slows down, some 0.1 s after it has begun to draw so much:
 /// without rest a figure would depend on what was timed before it.
 inline void rest(cudaStream_t stream) {
     cpx::cuda::check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");

@@ -131,7 +131,7 @@ __device__ __forceinline__ void back_walk<Halves>::store_values(CUtensorMap cons
         store_rows(dvalues, to.rows, memory.dout[d.at][own], head, first_half + own, begin, n);
         arrive_warp(memory.dout_empty[d.at]);
         if (int const done = chunks - c; lane == 0 && (done % walk_chunks == 0 || c == 0)) {
-            asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); // CUTLASS's waits for reads alone
+            await_stores<0>();
             publish(in.plan.flags + 2 * in.half_of(number, head, first_half + own) + 1, done);
         }
     }

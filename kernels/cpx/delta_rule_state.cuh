@@ -8,14 +8,31 @@ namespace cpx::kernels {
 
 namespace delta {
 
+/// What a walk along has for states that it leaves. Sends: halves of those before chunks, on their way to memory by the
+/// copy engine, as `walk_along` wants where something is erased and it is Traced; else threads write them themselves.
+template <bool Sends>
+struct left_states {
+    char traces[2][state_bytes / 2];
+    barrier full[2], empty[2];
+};
+template <>
+struct left_states<false> {
+    barrier written, seen;
+};
+
+/// Chunks that a walk along loads ahead; one less where it sends two halves.
+template <std::size_t Halves, bool Sends>
+constexpr std::size_t state_stages = Sends && Halves == 2 ? 3 : 4;
+
 /// A block with one half makes X two chunks ahead, of which half may come from the other half's block.
-template <std::size_t Halves, bool Erases>
-struct state_memory : erasing_memory<Erases, 4, Halves == 1 ? 3 : 2> {
-    static constexpr int stages = 4;
+template <std::size_t Halves, bool Erases, bool Sends = false>
+struct state_memory : erasing_memory<Erases, state_stages<Halves, Sends>, Halves == 1 ? 3 : 2> {
+    static constexpr int stages = state_stages<Halves, Sends>;
     static constexpr std::size_t xs = Halves == 1 ? 3 : 2;
     char keys[stages][2 * panel_bytes], values[stages][Halves][panel_bytes];
+    left_states<Sends> left;
     chunk_gates gates[stages];
-    barrier full[stages], empty[stages], gates_landed[stages], x_full[xs], read[xs], written, seen, landed;
+    barrier full[stages], empty[stages], gates_landed[stages], x_full[xs], read[xs], landed;
 };
 
 } // namespace delta
@@ -24,9 +41,9 @@ struct state_memory : erasing_memory<Erases, 4, Halves == 1 ? 3 : 2> {
 namespace delta {
 
 /// Clears what is never written, and makes the barriers. `paired`: in a cluster with the block of the other half.
-template <std::size_t Halves, bool Erases>
-__device__ __forceinline__ void begin_walk(state_memory<Halves, Erases>& memory, bool paired) {
-    constexpr int stages = state_memory<Halves, Erases>::stages, first_group = Erases ? 2 : 1;
+template <std::size_t Halves, bool Erases, bool Sends>
+__device__ __forceinline__ void begin_walk(state_memory<Halves, Erases, Sends>& memory, bool paired) {
+    constexpr int stages = state_memory<Halves, Erases, Sends>::stages, first_group = Erases ? 2 : 1;
     constexpr int halves = static_cast<int>(Halves);
     if constexpr (Erases) clear_triangles(memory.inverse);
     if (threadIdx.x == 0) {
@@ -35,8 +52,11 @@ __device__ __forceinline__ void begin_walk(state_memory<Halves, Erases>& memory,
                 memory.empty[i].init(4 * (first_group - 1) + 4 * halves);
         for (barrier& full : memory.x_full) full.init(4);
         for (barrier& read : memory.read) read.init(4 * (paired ? 2 : halves));
-        memory.written.init(4 * halves), memory.seen.init(1);
         memory.landed.init(1);
+        if constexpr (Sends)
+            for (int i = 0; i < 2; ++i) memory.left.full[i].init(4), memory.left.empty[i].init(1);
+        else
+            memory.left.written.init(4 * halves), memory.left.seen.init(1);
         cutlass::arch::fence_barrier_init();
     }
     __syncthreads();
@@ -78,17 +98,18 @@ __device__ __forceinline__ void each_head(delta_walk const& in, int before, F&& 
 
 /// What the warp that loads keys, values and gates of a walk along, and X's operand where something is erased, knows of
 /// the block's memory.
-template <int Halves, bool Erases>
+template <int Stages>
 struct along_loads {
-    ring<state_memory<Halves, Erases>::stages> r;
+    ring<Stages> r;
     int landings = 0;
 };
 
 /// Loads a sequence of a walk along, by a warp.
-template <int Halves, bool Erases, bool Back>
+template <int Halves, bool Erases, bool Sends, bool Back>
 __device__ __forceinline__ void load_along(CUtensorMap const& keys, CUtensorMap const& values, delta_walk const& in,
-                                           state_memory<Halves, Erases>& memory, walked_head const& walked,
-                                           int first_half, along_loads<Halves, Erases>& at) {
+                                           state_memory<Halves, Erases, Sends>& memory, walked_head const& walked,
+                                           int first_half,
+                                           along_loads<state_memory<Halves, Erases, Sends>::stages>& at) {
     int const heads = in.key_heads * in.group, head = walked.head;
     delta_sequence const& sequence = walked.sequence;
     auto& [r, landings] = at;
@@ -125,44 +146,82 @@ __device__ __forceinline__ int chunks_to_tell(delta_walk const& in, walked_head 
     return Traced ? walk_chunks : in.plan.cut.length(i, walked.sequence.stretches);
 }
 
+/// Tells the other kernels that a walk, Traced, has come past so many chunks.
+template <int Halves, bool Back>
+__device__ __forceinline__ void publish_chunks(delta_walk const& in, walked_head const& walked, int first_half,
+                                               int chunks) {
+#pragma unroll
+    for (int half = first_half; half < first_half + Halves; ++half)
+        publish(in.plan.flags + 2 * in.half_of(walked.number, walked.head, half) + (Back ? 1 : 0), chunks);
+}
+
 /// The thread that tells the other kernels how far a walk along has come, every so many chunks: that takes long.
 template <bool Traced, int Halves, bool Erases, bool Back>
 __device__ __forceinline__ void publish_along(delta_walk const& in, state_memory<Halves, Erases>& memory,
                                               walked_head const& walked, int first_half, int& parity) {
     for (int c = 0, told = 0; c < walked.chunks; parity ^= 1) {
         c = min(c + chunks_to_tell<Traced>(in, walked, told++), walked.chunks);
-        wait(memory.written, parity);
-        memory.seen.arrive();
+        wait(memory.left.written, parity);
+        memory.left.seen.arrive();
+        if constexpr (Traced) {
+            publish_chunks<Halves, Back>(in, walked, first_half, c);
+        } else {
 #pragma unroll
-        for (int half = first_half; half < first_half + Halves; ++half)
-            if (Traced)
-                publish(in.plan.flags + 2 * in.half_of(walked.number, walked.head, half) + (Back ? 1 : 0), c);
-            else // of a last stretch, where its state is wanted, a flag that nobody awaits
+            for (int half = first_half; half < first_half + Halves; ++half) // of a last stretch nobody awaits the flag
                 publish(in.plan.flags + in.half_of(walked.sequence.first_stretch + told, walked.head, half), 1);
+        }
     }
 }
 
+/// The thread that sends the states before chunks, and tells the other kernels how many are there.
+template <int Halves>
+__device__ __forceinline__ void send_traces(delta_walk const& in, state_memory<Halves, true, true>& memory,
+                                            walked_head const& walked, int first_half, ring<2>& r) {
+    constexpr int bytes = state_bytes / 2;
+    for (int c = 0; c < walked.chunks; ++c) {
+        int const chunk = walked.sequence.first_chunk + c;
+#pragma unroll
+        for (int half = 0; half < Halves; ++half, r.next()) {
+            wait(memory.left.full[r.at], r.parity);
+            cute::SM90_BULK_COPY_S2G::copy(
+                memory.left.traces[r.at], in.states + in.half_of(chunk, walked.head, first_half + half) * bytes, bytes);
+            cute::tma_store_arrive();
+            cute::tma_store_wait<1>(); // the one before has been read
+            if (c + half > 0) memory.left.empty[r.at ^ 1].arrive();
+        }
+        if (c > 0 && c % walk_chunks == 0) { // but for this chunk's
+            await_stores<Halves>();
+            publish_chunks<Halves, false>(in, walked, first_half, c);
+        }
+    }
+    await_stores<0>();
+    if (walked.chunks == 0) return;
+    memory.left.empty[r.at ^ 1].arrive();
+    publish_chunks<Halves, false>(in, walked, first_half, walked.chunks);
+}
+
 /// What a warpgroup that carries half a state knows of the block's memory.
-template <int Halves, bool Erases>
+template <class Memory, int Traces>
 struct along_carry {
-    ring<state_memory<Halves, Erases>::stages> r;
-    ring<state_memory<Halves, Erases>::xs> x;
+    ring<Memory::stages> r;
+    ring<Memory::xs> x;
+    ring<Traces> trace;
     int parity = 1;
 };
 
 /// Carries half a state along, number `own` of those of the block.
-template <bool Traced, int Halves, bool Erases, bool Back>
-__device__ __forceinline__ void carry_along(delta_walk const& in, state_memory<Halves, Erases>& memory,
-                                            walked_head const& walked, int own, int half,
-                                            along_carry<Halves, Erases>& at, int peer) {
-    auto& [r, x, parity] = at;
+template <bool Traced, int Halves, bool Erases, bool Back, bool Sends>
+__device__ __forceinline__ void
+carry_along(delta_walk const& in, state_memory<Halves, Erases, Sends>& memory, walked_head const& walked, int own,
+            int half, along_carry<state_memory<Halves, Erases, Sends>, 2 / Halves>& at, int peer) {
+    auto& [r, x, trace, parity] = at;
     int const number = walked.number, head = walked.head, chunks = walked.chunks;
     half_state s;
     load_state(in.initial ? in.initial + in.given_of(number, head) : nullptr, in.dims, half, s);
     float* snapshot = in.snapshots + in.half_of(walked.sequence.first_stretch + 1, head, half) * snapshot_words;
-    char* trace =
+    char* states = // where threads write them
         in.states + in.half_of(walked.sequence.first_chunk + (Back ? chunks - 1 : 0), head, half) * (state_bytes / 2);
-    int told = 0, left = chunks_to_tell<Traced>(in, walked, told);
+    int told = 0, to_go = chunks_to_tell<Traced>(in, walked, told);
     std::uint32_t v[16];
     float fading = 0;
     auto const await_chunk = [&] {
@@ -176,9 +235,16 @@ __device__ __forceinline__ void carry_along(delta_walk const& in, state_memory<H
         if constexpr (Erases || Traced) round_to_operand(s, f);
         scale(s, fading); // while products are under way, the compiler would await them
         auto const leave_trace = [&] {
-            if constexpr (Traced) {
-                store_trace(f, trace);
-                trace += (Back ? -1 : 1) * in.half_of(1, 0, 0) * (state_bytes / 2);
+            if constexpr (Sends) {
+                int const place = Halves == 2 ? own : trace.at;
+                wait(memory.left.empty[place], trace.parity ^ 1);
+                put_trace(f, memory.left.traces[place]);
+                cutlass::arch::fence_view_async_shared();
+                arrive_warp(memory.left.full[place]);
+                trace.next();
+            } else if constexpr (Traced) {
+                store_trace(f, states);
+                states += (Back ? -1 : 1) * in.half_of(1, 0, 0) * (state_bytes / 2);
             }
         };
         if constexpr (Erases) {
@@ -193,15 +259,16 @@ __device__ __forceinline__ void carry_along(delta_walk const& in, state_memory<H
         cute::warpgroup_wait<0>();
         keep(s);
         if constexpr (!Erases) arrive_warp(read);
-        if (--left == 0 || c + 1 == chunks) {
-            left = chunks_to_tell<Traced>(in, walked, ++told);
+        if constexpr (!Sends) {
+            if (--to_go > 0 && c + 1 < chunks) continue;
+            to_go = chunks_to_tell<Traced>(in, walked, ++told);
             if (!Traced && !(in.last && c + 1 == chunks)) {
                 store_words(s, snapshot);
                 snapshot += in.half_of(1, 0, 0) * snapshot_words;
             }
-            wait(memory.seen, parity);
+            wait(memory.left.seen, parity);
             parity ^= 1;
-            arrive_warp(memory.written);
+            arrive_warp(memory.left.written);
         }
     }
     if constexpr (Back || !Traced)
@@ -212,18 +279,19 @@ __device__ __forceinline__ void carry_along(delta_walk const& in, state_memory<H
 /// sequence and value head up to its last stretch, or of all of it if its last state is wanted or, Traced, the states
 /// before all chunks instead of those before stretches; or both halves of one sequence and value head after the other.
 /// By a warp that loads, one that completes gates, a warpgroup that makes X, unless nothing is erased, one for each
-/// half that has its state.
+/// half that has its state; and by a thread that tells how far they have come.
 ///
 /// Where nothing is erased the gradient of the state is a walk Back: with queries for keys, dO for values.
 template <bool Traced, int Halves, bool Erases, bool Back = false>
 __device__ __forceinline__ void walk_along(CUtensorMap const& keys, CUtensorMap const& values, delta_walk const& in,
                                            int before) {
     static_assert(!(Erases && Back) && (Traced || !Back) && (Traced || Halves == 1));
-    using layout = state_memory<Halves, Erases>;
+    constexpr bool sends = Traced && Erases;
+    using layout = state_memory<Halves, Erases, sends>;
     auto& memory = shared_memory<layout>();
     constexpr int first_group = Erases ? 2 : 1;
     bool const paired = Erases && Halves == 1 && cute::cluster_shape().x == 2;
-    begin_walk(memory, paired);
+    begin_walk<Halves, Erases, sends>(memory, paired);
     wait_for_previous_kernel();
     let_next_kernel_come();
     int const first_half = Halves == 2 ? 0 : (static_cast<int>(blockIdx.x) - before) % 2;
@@ -232,14 +300,17 @@ __device__ __forceinline__ void walk_along(CUtensorMap const& keys, CUtensorMap 
     if (group == 0) {
         cutlass::arch::warpgroup_reg_dealloc<40>();
         if (threadIdx.x < 32) {
-            along_loads<Halves, Erases> at;
+            along_loads<layout::stages> at;
             each([&](walked_head const& walked) {
-                load_along<Halves, Erases, Back>(keys, values, in, memory, walked, first_half, at);
+                load_along<Halves, Erases, sends, Back>(keys, values, in, memory, walked, first_half, at);
             });
         } else if (threadIdx.x == 32) {
-            int parity = 0;
+            std::conditional_t<sends, ring<2>, int> at{};
             each([&](walked_head const& walked) {
-                publish_along<Traced, Halves, Erases, Back>(in, memory, walked, first_half, parity);
+                if constexpr (sends)
+                    send_traces<Halves>(in, memory, walked, first_half, at);
+                else
+                    publish_along<Traced, Halves, Erases, Back>(in, memory, walked, first_half, at);
             });
         } else if (threadIdx.x / 32 == 2) {
             gates_maker<layout, false> maker;
@@ -254,7 +325,7 @@ __device__ __forceinline__ void walk_along(CUtensorMap const& keys, CUtensorMap 
     } else if (group < first_group + Halves) {
         cutlass::arch::warpgroup_reg_alloc<Halves == 2 ? 184 : 200>();
         int const own = Halves == 2 ? group - first_group : 0, half = first_half + own;
-        along_carry<Halves, Erases> at;
+        along_carry<layout, 2 / Halves> at;
         each([&](walked_head const& walked) {
             carry_along<Traced, Halves, Erases, Back>(in, memory, walked, own, half, at, paired ? half ^ 1 : -1);
         });

@@ -155,7 +155,16 @@ __device__ __forceinline__ void store_words(half_state const& s, float* to) {
             make_float4(s[4 * i], s[4 * i + 1], s[4 * i + 2], s[4 * i + 3]);
 }
 
-/// Writes half a state, as an operand, for other kernels' products: `along_cores`, `down_cores`.
+/// Writes half a state, as an operand, for other kernels' products: `along_cores`, `down_cores`; to shared memory.
+__device__ __forceinline__ void put_trace(std::uint32_t const (&words)[32], char* to) {
+    int const lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4; // a warp's word of this number is a core
+    char* const first = to + (2 * warp + lane / 8 % 2) * cores_bytes + lane / 16 * 128 + lane % 8 * 16;
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+        cute::SM90_U32x4_STSM_N::copy(words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3],
+                                      *reinterpret_cast<cute::uint128_t*>(first + 256 * i));
+}
+/// The same to memory.
 __device__ __forceinline__ void store_trace(std::uint32_t const (&words)[32], char* to) {
     char* const first = to + threadIdx.x / 32 % 4 * 2 * cores_bytes + threadIdx.x % 32 * 4;
 #pragma unroll

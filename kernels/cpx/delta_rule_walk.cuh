@@ -91,6 +91,13 @@ __device__ __forceinline__ void await(int const* flag, int least) {
     while (value < least);
 }
 
+/// Waits, by a thread, until all but the last Left groups of its stores by the copy engine are in memory: CUTLASS's
+/// `tma_store_wait` waits until they have been read.
+template <int Left>
+__device__ __forceinline__ void await_stores() {
+    ::cuda::ptx::cp_async_bulk_wait_group(::cuda::ptx::n32_t<Left>());
+}
+
 /// After how many chunks a walk of the backward says how far it has come.
 inline constexpr int walk_chunks = 8;
 

@@ -282,7 +282,7 @@ public:
         back.initial = dlast.data();
         back.last = to_.dstate.data();
         with_halves<Erases>(both_, [&](auto halves) {
-            constexpr std::size_t bytes = sizeof(kernels::delta::state_memory<halves, Erases>);
+            constexpr std::size_t bytes = sizeof(kernels::delta::state_memory<halves, Erases, Erases>);
             launch_hopper(of_, "delta_rule_walks", Erases && halves == 1 ? 2 : 1,
                           kernels::delta_rule_walks<halves, Erases>,
                           chains_ * 2 / halves + (both_ ? along_ : 2 * chains_), kernels::delta_walks_threads<Erases>,
