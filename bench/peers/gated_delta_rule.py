@@ -7,9 +7,9 @@ Peers, each skipped where it is not installed:
     FlashQLA                  pip install flash-qla
     flash-linear-attention    pip install flash-linear-attention (its own kernels)
 
-First the errors of all against the recurrence token by token in float64, then times, each after a second of rest: one
-after the other, some rounds of calls as users make them, a round between two events; of the backward after a forward
-that has saved what it saves.
+First the errors of all against the recurrence token by token in float64, then times, each line after a second of rest:
+one after the other, some rounds of calls as users make them, a round between two events; of the backward after a
+forward that has saved what it saves.
 Exit code 1 if an error of cpx is more than 1.05 times FlashQLA's with mild gates, or more than 2^-7.
 """
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The gated delta rule's chain (sm_90a): the states before the stretches of a sequence, with nothing but the state.
+// The gated delta rule's chain (sm_90a): states before the stretches of a sequence, or before its chunks, with nothing
+// but the state.
 #pragma once
 
 #include <cpx/delta_rule_walk.cuh>
@@ -20,14 +21,16 @@ struct left_states<false> {
     barrier written, seen;
 };
 
-/// Chunks that a walk along loads ahead; one less where it sends two halves.
-template <std::size_t Halves, bool Sends>
-constexpr std::size_t state_stages = Sends && Halves == 2 ? 3 : 4;
+/// Chunks that a walk along loads ahead; of both halves, both of which it sends, one less.
+template <std::size_t Halves>
+constexpr std::size_t state_stages = Halves == 2 ? 3 : 4;
 
 /// A block with one half makes X two chunks ahead, of which half may come from the other half's block.
 template <std::size_t Halves, bool Erases, bool Sends = false>
-struct state_memory : erasing_memory<Erases, state_stages<Halves, Sends>, Halves == 1 ? 3 : 2> {
-    static constexpr int stages = state_stages<Halves, Sends>;
+struct state_memory : erasing_memory<Erases, state_stages<Halves>, Halves == 1 ? 3 : 2> {
+    static_assert(Halves == 1 || Sends);
+    static_assert(sizeof(left_states<Sends>) % 16 == 0, "the copy engine writes gates");
+    static constexpr int stages = state_stages<Halves>;
     static constexpr std::size_t xs = Halves == 1 ? 3 : 2;
     char keys[stages][2 * panel_bytes], values[stages][Halves][panel_bytes];
     left_states<Sends> left;
@@ -279,7 +282,7 @@ carry_along(delta_walk const& in, state_memory<Halves, Erases, Sends>& memory, w
 /// sequence and value head up to its last stretch, or of all of it if its last state is wanted or, Traced, the states
 /// before all chunks instead of those before stretches; or both halves of one sequence and value head after the other.
 /// By a warp that loads, one that completes gates, a warpgroup that makes X, unless nothing is erased, one for each
-/// half that has its state; and by a thread that tells how far they have come.
+/// half that has its state; and by a thread that tells how far they have come, and sends what they leave.
 ///
 /// Where nothing is erased the gradient of the state is a walk Back: with queries for keys, dO for values.
 template <bool Traced, int Halves, bool Erases, bool Back = false>
