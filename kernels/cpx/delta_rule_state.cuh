@@ -30,7 +30,7 @@ template <std::size_t Halves, bool Erases, bool Sends = false>
 struct state_memory : erasing_memory<Erases, state_stages<Halves>, Halves == 1 ? 3 : 2> {
     static_assert(Halves == 1 || Sends);
     static_assert(sizeof(left_states<Sends>) % 16 == 0, "the copy engine writes gates");
-    static constexpr int stages = state_stages<Halves>;
+    static constexpr std::size_t stages = state_stages<Halves>;
     static constexpr std::size_t xs = Halves == 1 ? 3 : 2;
     char keys[stages][2 * panel_bytes], values[stages][Halves][panel_bytes];
     left_states<Sends> left;
