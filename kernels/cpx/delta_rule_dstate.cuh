@@ -231,33 +231,27 @@ template <bool Erases>
 constexpr int delta_walks_blocks = Erases ? 1 : 2;
 
 /// Walks back along all sequences, by sequences * value heads * 2 / Halves blocks of `delta_walks_threads`, and along
-/// them, beside each other: by as many, or, of both halves, by as many as are wanted. Of one half, in clusters of two,
-/// they share X. Where nothing is erased no gradients of values are written.
-template <int Halves, bool Erases>
+/// them, beside each other: by as many, or, of both halves, by as many as are wanted; or one of both, alone. `backs`:
+/// how many blocks walk back, none or all. Of one half, in clusters of two, they share X. Where nothing is erased no
+/// gradients of values are written.
+///
+/// One that Folds makes no more on its way back than the gradients before sequences, `back.last`, that their outputs
+/// alone make; where nothing is erased `delta_rule_fold` does.
+template <int Halves, bool Erases, bool Folds = false>
 static __global__ void __launch_bounds__(delta_walks_threads<Erases>, delta_walks_blocks<Erases>)
     delta_rule_walks(__grid_constant__ CUtensorMap const queries, __grid_constant__ CUtensorMap const keys,
                      __grid_constant__ CUtensorMap const values, __grid_constant__ CUtensorMap const dout,
                      __grid_constant__ CUtensorMap const dvalues, delta_walk const along, delta_walk const back,
-                     delta_dvalues const to) {
+                     delta_dvalues const to, int backs) {
+    static_assert(Erases || !Folds);
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    int const backs = back.plan.count * back.key_heads * back.group * 2 / Halves, block = static_cast<int>(blockIdx.x);
+    int const block = static_cast<int>(blockIdx.x);
     if (block >= backs)
         delta::walk_along<true, Halves, Erases>(keys, values, along, backs);
     else if constexpr (Erases)
-        delta::walk_back<Halves>(queries, keys, dout, dvalues, back, to, block); // which takes longer
+        delta::walk_back<Halves, Folds>(queries, keys, dout, dvalues, back, to, block); // which takes longer
     else
         delta::walk_along<true, Halves, false, true>(queries, dout, back, 0);
-#endif
-}
-
-/// Writes what the outputs of segments alone make the gradient of the state before them, `back.last`, by sequences *
-/// value heads * 2 / Halves blocks of 512 threads. Where nothing is erased `delta_rule_fold` does.
-template <int Halves>
-static __global__ void __launch_bounds__(512, 1)
-    delta_rule_fold_back(__grid_constant__ CUtensorMap const queries, __grid_constant__ CUtensorMap const keys,
-                         __grid_constant__ CUtensorMap const dout, delta_walk const back) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    delta::walk_back<Halves, true>(queries, keys, dout, dout, back, {}, static_cast<int>(blockIdx.x));
 #endif
 }
 

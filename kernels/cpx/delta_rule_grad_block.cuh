@@ -31,6 +31,7 @@ struct delta_gradients {
     float scale;
     delta_head_rows dv{};            ///< of value heads, where nothing is erased; else a walk has made them
     bool first_chunks_first = false; ///< of a sequence; else the last ones, as the walk back ends last
+    delta_share share{};             ///< of all tasks
 };
 
 namespace delta {

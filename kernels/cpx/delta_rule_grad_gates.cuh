@@ -11,11 +11,11 @@ namespace cpx::kernels::delta {
 /// Writes what the task of a number is, when the walks have come so far.
 template <bool Erases>
 __device__ __forceinline__ void grad_block<Erases>::take(int number) {
-    int chunk = number / in.key_heads;
-    if (chunk >= in.plan.totals[0]) {
+    if (number >= delta_share::tasks(in.plan, in.key_heads, in.share.last)) {
         task().n = 0;
         return;
     }
+    int const chunk = number / in.key_heads;
     int const s = delta_sequence_of(in.plan, chunk), head = number % in.key_heads;
     delta_sequence const sequence = in.plan.sequences[s];
     int const place =
@@ -35,7 +35,11 @@ __device__ __forceinline__ void grad_block<Erases>::load(CUtensorMap const& quer
                                                          CUtensorMap const& values, CUtensorMap const& dout,
                                                          CUtensorMap const& dvalues) {
     int landings = 0;
-    auto const next = [&] { return __shfl_sync(~0u, lane == 0 ? atomicAdd(in.plan.totals + 2, 1) : 0, 0); };
+    int const first = delta_share::tasks(in.plan, in.key_heads, in.share.first);
+    auto const next = [&] {
+        int* const begun = in.plan.totals + (in.share.first > 0 ? 3 : 2);
+        return first + __shfl_sync(~0u, lane == 0 ? atomicAdd(begun, 1) : 0, 0);
+    };
     for (int number = next();; ++task_turn) {
         reload_memory();
         wait(memory->keys_empty[task_turn & 1], task_turn >> 1 & 1 ^ 1);

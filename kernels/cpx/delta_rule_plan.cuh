@@ -114,7 +114,8 @@ struct delta_cut {
     }
 };
 
-/// The batch as it is in device memory during a call; `totals`: chunks, stretches, and tasks that have been begun.
+/// The batch as it is in device memory during a call; `totals`: chunks, stretches, and tasks that have been begun, of a
+/// first launch and of a second one.
 struct delta_plan {
     static constexpr int most_ordered = 256; ///< sequences
 
@@ -135,7 +136,8 @@ struct delta_plan {
     }
 };
 
-/// Some of a batch's stretches, in the plan's order: from one share of all of them up to another, in 256ths.
+/// Some of a batch's stretches, in the plan's order, or of a backward's tasks: from one share of all of them up to
+/// another, in 256ths.
 struct delta_share {
     static constexpr int all = 256;
     int first = 0, last = all;
@@ -143,6 +145,10 @@ struct delta_share {
     /// Returns how many stretches come before a share's end: one at least, unless the share is none.
     __device__ __forceinline__ static int stretches(delta_plan const& plan, int share) {
         return share == 0 ? 0 : max(1, static_cast<int>(std::int64_t{plan.totals[1]} * share / all));
+    }
+    /// The same of tasks, a chunk and key head each.
+    __device__ __forceinline__ static int tasks(delta_plan const& plan, int key_heads, int share) {
+        return static_cast<int>(std::int64_t{plan.totals[0]} * key_heads * share / all);
     }
 };
 
@@ -247,7 +253,7 @@ static __global__ void __launch_bounds__(1024, 1) delta_rule_plan(delta_segments
         }
         for (int apart = 1; apart < 32; apart *= 2) tokens += __shfl_xor_sync(~0u, tokens, apart);
         if (tokens > plan.rows || chunks > plan.most_chunks || stretches > plan.most_stretches) __trap();
-        if (thread == 0) plan.totals[0] = chunks, plan.totals[1] = stretches, plan.totals[2] = 0;
+        if (thread == 0) plan.totals[0] = chunks, plan.totals[1] = stretches, plan.totals[2] = plan.totals[3] = 0;
     }
     for (std::int64_t i = thread; i < plan.flag_count; i += 1024) plan.flags[i] = 0;
     __syncthreads();

@@ -158,21 +158,19 @@ __device__ __forceinline__ void publish_chunks(delta_walk const& in, walked_head
         publish(in.plan.flags + 2 * in.half_of(walked.number, walked.head, half) + (Back ? 1 : 0), chunks);
 }
 
-/// The thread that tells the other kernels how far a walk along has come, every so many chunks: that takes long.
-template <bool Traced, int Halves, bool Erases, bool Back>
-__device__ __forceinline__ void publish_along(delta_walk const& in, state_memory<Halves, Erases>& memory,
-                                              walked_head const& walked, int first_half, int& parity) {
+/// The thread that tells the other kernels how far a walk along of one half has come, every so many chunks: that takes
+/// long.
+template <bool Traced, bool Erases, bool Back>
+__device__ __forceinline__ void publish_along(delta_walk const& in, state_memory<1, Erases>& memory,
+                                              walked_head const& walked, int half, int& parity) {
     for (int c = 0, told = 0; c < walked.chunks; parity ^= 1) {
         c = min(c + chunks_to_tell<Traced>(in, walked, told++), walked.chunks);
         wait(memory.left.written, parity);
         memory.left.seen.arrive();
-        if constexpr (Traced) {
-            publish_chunks<Halves, Back>(in, walked, first_half, c);
-        } else {
-#pragma unroll
-            for (int half = first_half; half < first_half + Halves; ++half) // of a last stretch nobody awaits the flag
-                publish(in.plan.flags + in.half_of(walked.sequence.first_stretch + told, walked.head, half), 1);
-        }
+        if constexpr (Traced)
+            publish_chunks<1, Back>(in, walked, half, c);
+        else // of a last stretch nobody awaits the flag
+            publish(in.plan.flags + in.half_of(walked.sequence.first_stretch + told, walked.head, half), 1);
     }
 }
 
@@ -313,7 +311,7 @@ __device__ __forceinline__ void walk_along(CUtensorMap const& keys, CUtensorMap 
                 if constexpr (sends)
                     send_traces<Halves>(in, memory, walked, first_half, at);
                 else
-                    publish_along<Traced, Halves, Erases, Back>(in, memory, walked, first_half, at);
+                    publish_along<Traced, Erases, Back>(in, memory, walked, first_half, at);
             });
         } else if (threadIdx.x / 32 == 2) {
             gates_maker<layout, false> maker;

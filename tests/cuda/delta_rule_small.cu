@@ -46,8 +46,12 @@ public:
         return r;
     }
 
+    /// In one call, or begun before gradients of states after sequences are known, with what outputs alone make of
+    /// those before or without.
+    enum class manner { at_once, begun, folded };
+
     /// `saves`: from what the forward before has saved, where something is erased.
-    void backward(gated_delta_rule_shape const& shape, bool saves, results& r) const {
+    void backward(gated_delta_rule_shape const& shape, bool saves, manner how, results& r) const {
         index_t const tokens = p_.tokens(), sequences = p_.sequences();
         auto const dq = poisoned<element>(p_.q.size()), dk = poisoned<element>(p_.q.size()),
                    dv = poisoned<element>(p_.v.size());
@@ -61,17 +65,12 @@ public:
             saves = saves && this->saves();
             buffer<char> const space(
                 gpu::gated_delta_rule_backward_workspace<element>(shape, tokens, sequences, saves));
-            gpu::gated_delta_rule_backward<element>(shape, input(saves), of_o, all(dlast_),
-                                                    {of_q, of_k, of_v, of_g, of_beta, all(dstate)}, all(space),
-                                                    stream_);
-            stream_.synchronize();
+            run_backward(shape, input(saves), of_o, {of_q, of_k, of_v, of_g, of_beta, all(dstate)}, space, how);
             r.dbeta = widen(dbeta.read());
         } else {
             buffer<char> const space(
                 gpu::gated_delta_rule_backward_workspace<element, gpu::erases::no>(shape, tokens, sequences));
-            gpu::gated_delta_rule_backward<element, gpu::erases::no>(
-                shape, input(), of_o, all(dlast_), {of_q, of_k, of_v, of_g, {}, all(dstate)}, all(space), stream_);
-            stream_.synchronize();
+            run_backward(shape, input(), of_o, {of_q, of_k, of_v, of_g, {}, all(dstate)}, space, how);
         }
         r.dq = widen(dq.read()), r.dk = widen(dk.read()), r.dv = widen(dv.read());
         r.dg = widen(dg.read()), r.dstate = widen(dstate.read());
@@ -95,6 +94,25 @@ public:
     }
 
 private:
+    void run_backward(gated_delta_rule_shape const& shape, gpu::gated_delta_rule_input<element> const& in,
+                      rows<element const> dout, gpu::gated_delta_rule_gradients<element> const& to,
+                      buffer<char> const& space, manner how) const {
+        using namespace gpu::detail;
+        auto const folded = poisoned<float>(how == manner::folded ? p_.state.size() : 0);
+        if (how == manner::at_once) {
+            gpu::gated_delta_rule_backward<element, Erases ? gpu::erases::yes : gpu::erases::no>(
+                shape, in, dout, all(dlast_), to, all(space), stream_);
+        } else {
+            delta_begun const begun{true, 100};
+            auto const places =
+                delta_backward_space<Erases, element>(shape, p_.tokens(), p_.sequences(), !in.saved.empty());
+            delta_call<Erases, element> const call{shape, in, places, space.data(), stream_, cpx::caller::here()};
+            launch_delta_hopper_backward_begin(call, dout, to, all(folded));
+            launch_delta_hopper_walks(call, dout, all(dlast_), to, begun);
+            launch_delta_hopper_gradients(call, dout, to, begun);
+        }
+        stream_.synchronize();
+    }
     index_t heads() const { return p_.shape.value_heads; }
     bool saves() const { return saved_.size() > 0; }
     auto input(bool saves = false) const {
@@ -126,7 +144,8 @@ void check_paths(problem const& p) {
     auto plain = p.shape;
     plain.path = delta_rule_path::plain;
     auto expected = of.forward(plain);
-    of.backward(plain, false, expected);
+    using manner = typename small<Erases>::manner;
+    of.backward(plain, false, manner::at_once, expected);
     auto const folded = of.fold(plain);
     for (index_t const stretch : {index_t{0}, index_t{2}})
         for (bool const scan : {false, true}) {
@@ -136,8 +155,11 @@ void check_paths(problem const& p) {
             shape.stretch = stretch, shape.scan = scan;
             auto got = of.forward(shape);
             CHECK(got.path == core_path());
-            of.backward(shape, stretch > 0, got);
-            check_close(got, expected, 6e-3, 6e-3, 8e-3);
+            for (manner const how : {manner::at_once, scan ? manner::folded : manner::begun}) {
+                if (how != manner::at_once && got.path == delta_rule_path::plain) continue; // that has no parts
+                of.backward(shape, stretch > 0, how, got);
+                check_close(got, expected, 6e-3, 6e-3, 8e-3);
+            }
         }
     char const* const names[] = {"maps", "ends", "dstates"};
     for (index_t const stretch : {0, 2}) { // whose steps are joined

@@ -18,6 +18,11 @@ namespace {
 
 using namespace packed_delta_rule;
 using order = gpu::detail::delta_order;
+
+/// How a backward in parts begins: with gradients of states after sequences, or before these are known, alone, or with
+/// what outputs alone make of those before.
+enum class beginning { with_gradients, alone, folding };
+
 using core_call = gpu::detail::delta_call<true, __nv_bfloat16>;
 
 /// The steps that a problem's sequences make of states, as segments, and those back.
@@ -87,8 +92,8 @@ results forward_in_parts(problem const& p, order how, std::optional<bool> beside
     return {.o = widen(o.read()), .last = widen(last.read())};
 }
 
-/// A backward in parts: gradients of states, which are there after the first one, and the others.
-results backward_in_parts(problem const& p) {
+/// A backward in parts: gradients of states, which are there before the others, but for a share of these.
+results backward_in_parts(problem const& p, beginning how = beginning::with_gradients, int share = 0) {
     using T = __nv_bfloat16;
     gpu::stream const stream;
     device_problem<T> const there{p};
@@ -105,11 +110,22 @@ results backward_in_parts(problem const& p) {
     auto const space = gpu::detail::delta_backward_space<true, T>(p.shape, p.rows(), p.sequences(), false);
     buffer<char> const workspace(space.bytes);
     core_call const call{p.shape, in, space, workspace.data(), stream, cpx::caller::here()};
-    gpu::detail::launch_delta_hopper_walks(call, there.gradients(), all(there.dlast), to);
+    gpu::detail::delta_begun const begun{how != beginning::with_gradients, share};
+    if (begun.along) {
+        auto const folded = poisoned<float>(p.state.size()), expected = poisoned<float>(p.state.size());
+        std::span<float> const wanted = how == beginning::folding ? all(folded) : std::span<float>();
+        gpu::detail::launch_delta_hopper_backward_begin(call, there.gradients(), to, wanted);
+        if (!wanted.empty()) {
+            buffer<char> const room(gpu::gated_delta_rule_fold_workspace<T>(p.shape, p.rows(), p.sequences()));
+            gpu::gated_delta_rule_backward_fold<T>(p.shape, in, there.gradients(), all(expected), all(room), stream);
+            CHECK(folded.read() == expected.read());
+        }
+    }
+    gpu::detail::launch_delta_hopper_walks(call, there.gradients(), all(there.dlast), to, begun);
     gpu::check(
         cudaMemcpyAsync(copy.data(), dstate.data(), p.state.size() * sizeof(float), cudaMemcpyDeviceToDevice, stream),
         "cudaMemcpyAsync");
-    gpu::detail::launch_delta_hopper_gradients(call, there.gradients(), to);
+    gpu::detail::launch_delta_hopper_gradients(call, there.gradients(), to, begun);
     results r{.dq = widen(dq.read()), .dk = widen(dk.read()), .dv = widen(dv.read())};
     r.dg = widen(dg.read()), r.dbeta = widen(dbeta.read()), r.dstate = widen(copy.read());
     return r;
@@ -315,13 +331,38 @@ TEST_SUITE("cuda") {
     TEST_CASE("gradients of states that are made before the others, and these, have the bits of one call") {
         if (!has_gpus()) return;
         using T = __nv_bfloat16;
-        for (index_t const group : {4, 8}) { // by a block a half of a head, and a head
+        for (index_t const group : {1, 4, 8, 12}) { // by a block a half of a head, and a head, of both ways and of one
             CAPTURE(group);
             auto p = make<T>({700, 1000, 0, 40, 20, 320, 460}, 2, group, 128, 128, kind::no_decay, 36);
             p.first = {0, 3000, 5, 0, 60, 24, 1380};
             if (!has_parts(p)) continue;
-            CHECK(same_gradients(backward_in_parts(p), on_gpu<T>(p, true)));
+            auto const alone = on_gpu<T>(p, true);
+            CHECK(same_gradients(backward_in_parts(p), alone));
+            for (beginning const how : {beginning::alone, beginning::folding})
+                for (int const share : {0, 1, 100, 255}) {
+                    CAPTURE(static_cast<int>(how));
+                    CAPTURE(share);
+                    CHECK(same_gradients(backward_in_parts(p, how, share), alone));
+                }
         }
+    }
+
+    TEST_CASE("other gradients are made beside walks back where these are long, and leave multiprocessors") {
+        if (!has_gpus()) return;
+        auto const share = [](index_t key_heads, index_t value_heads, index_t sequences, index_t tokens) {
+            return gpu::detail::delta_share_beside_back<true>({.key_heads = key_heads, .value_heads = value_heads},
+                                                              sequences, tokens);
+        };
+        bool const there = core_path() == delta_rule_path::tensor_cores && gpu::detail::multiprocessors() > 100;
+        CHECK((share(16, 32, 1, 32768) > 0) == there);
+        for (index_t const sequences : {0, 1, 3, 8, 100})
+            for (index_t const heads : {1, 16, 66, 128, 1000})
+                for (index_t const tokens : {0, 1000, 20000, 1000000}) {
+                    int const of = share(1, heads, sequences, tokens);
+                    CHECK((of == 0 || (of >= 16 && of * sequences <= 128)));
+                    CHECK((of == 0 || tokens >= 2560 * heads * sequences));
+                }
+        CHECK(gpu::detail::delta_share_beside_back<false>({.key_heads = 16, .value_heads = 32}, 1, 32768) == 0);
     }
 
     TEST_CASE("a segment that holds NaN changes no bit of others, in parts, forward and backward") {
@@ -341,7 +382,9 @@ TEST_SUITE("cuda") {
                 auto beside = p;
                 make_nan(beside, 2);
                 check_others(p, 2, forward_in_parts(beside, how), forward_in_parts(p, how));
-                if (how == order::states_first) check_others(p, 2, backward_in_parts(beside), backward_in_parts(p));
+                if (how != order::states_first) continue;
+                for (beginning const begins : {beginning::with_gradients, beginning::alone})
+                    check_others(p, 2, backward_in_parts(beside, begins), backward_in_parts(p, begins));
             }
     }
 }

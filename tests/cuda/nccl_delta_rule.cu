@@ -234,8 +234,8 @@ std::vector<numbers> on_host(problem const& p) {
 }
 
 /// `prepared`: with a `state_exchange`, else with the communicator; and what can be kept is kept. `window`: states go
-/// through memory that ranks reach. `in_parts`: whether the backward has to be in parts; of a prepared one, and on rank
-/// 1, which hands gradients of states on by every layout of two ranks. `forwards`: see `program`.
+/// through memory that ranks reach. `in_parts`: whether the backward of a prepared one has to be in parts, on every
+/// rank: it hands gradients of states on, or waits for them. `forwards`: see `program`.
 template <cpx::carry_kind How, class T, class S>
 std::vector<numbers> on_gpus(group& gpus, problem const& p, S const& sharding, bool prepared, bool window = false,
                              std::optional<bool> in_parts = {}, int forwards = 1) {
@@ -258,7 +258,7 @@ std::vector<numbers> on_gpus(group& gpus, problem const& p, S const& sharding, b
                 cpx::require(by.calls.plain == 0 && (by.calls.on_tensor_cores > 0 || sharding.rows(joined.rank()) == 0),
                              "test", "calls of plain kernels and on tensor cores", "none and some",
                              std::to_string(by.calls.plain) + " and " + std::to_string(by.calls.on_tensor_cores));
-            bool const told = prepared && in_parts && joined.rank() == 1;
+            bool const told = prepared && in_parts;
             cpx::require(!told || (by.calls.in_parts > 0) == *in_parts, "test", "backwards in parts",
                          in_parts.value_or(false) ? "some" : "none", by.calls.in_parts);
         }

@@ -12,7 +12,7 @@ file(WRITE ${OUTPUT}.cu
     "void* const* const both[] = {kernels<true>, kernels<false>};\n"
     "void* const of_one[] = {(void*)delta_rule_walks<2, true>, (void*)delta_rule_fold<false, true>,\n"
     "    (void*)delta_rule_join<true, 16>, (void*)delta_rule_join<true, 32>,\n"
-    "    (void*)delta_rule_fold_back<1>, (void*)delta_rule_fold_back<2>};\n")
+    "    (void*)delta_rule_walks<1, true, true>, (void*)delta_rule_walks<2, true, true>};\n")
 list(TRANSFORM INCLUDES PREPEND -I)
 execute_process(
     COMMAND ${NVCC} -gencode arch=compute_90a,code=sm_90a -std=c++20 -O3 --expt-relaxed-constexpr -Xptxas -v

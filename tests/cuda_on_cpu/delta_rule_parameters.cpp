@@ -22,7 +22,7 @@ using floats = std::vector<float>;
 struct batch {
     std::vector<kernels::delta_sequence> sequences{
         {3, 75, -2, 2, 0, 1, 0}, {75, 75, 75, 0, 2, 0, 0}, {75, 275, 75, 4, 2, 1, 0}};
-    int totals[3] = {6, 0, 0};
+    int totals[4] = {6};
     static constexpr int rows = 300, chunks = 6;
 
     kernels::delta_plan plan() {

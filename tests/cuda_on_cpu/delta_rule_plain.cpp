@@ -86,7 +86,7 @@ struct results {
             sequences.push_back({row, end, row, of_sequence, chunks, 1, 0});
             row = end, chunks += of_sequence;
         }
-        int totals[3] = {chunks, 0, 0};
+        int totals[4] = {chunks};
         kernels::delta_plan plan{};
         plan.sequences = sequences.data();
         plan.totals = totals;

@@ -22,7 +22,7 @@ struct planned {
     std::vector<kernels::delta_stretch> stretches;
     std::vector<int> flags;
     std::vector<std::int64_t> offsets{0}, counts, first;
-    int totals[3] = {-1, -1, -1};
+    int totals[4] = {-1, -1, -1, -1};
     kernels::delta_segments segments{};
     kernels::delta_plan plan{};
 
@@ -116,6 +116,7 @@ void check(kernels::delta_cut const& cut, std::vector<std::int64_t> const& token
         if (sequence.chunks > 0) CHECK(begin < sequence.chunks);
     }
     CHECK(p.totals[0] == chunks);
+    CHECK((p.totals[2] == 0 && p.totals[3] == 0));
     CHECK(p.totals[1] == stretches);
     CHECK(p.totals[2] == 0);
     CHECK(p.at(chunks).chunks == 0);

@@ -14,6 +14,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <mutex>
@@ -29,10 +30,14 @@ using device = cpx::cuda::state_exchange;
 using segments = cpx::cuda::recurrence_segments;
 using floats = std::vector<float>;
 
-/// Whether forwards and backwards are in parts, and final states and their gradients' in the place of others.
+/// Whether forwards and backwards are in parts, and final states and their gradients' in the place of others. `odd`:
+/// backwards of an odd number of segments alone.
 struct manner {
-    bool parts = false, backward_parts = false, in_place = false;
+    bool parts = false, backward_parts = false, in_place = false, odd = false;
 };
+
+std::array<std::atomic<int>, 4> begun;  // backwards, by what was known of gradients of states
+std::atomic<int> kept_found, none_kept; // backwards of what a forward had kept, and of what no call had run alone
 
 /// A recurrence of the host's as one on devices. Every state head has heads of its own of all inputs.
 template <class Base>
@@ -53,10 +58,12 @@ public:
     };
     struct backward_parts {
         segments of;
-        given before, dafter;
+        given before;
         inputs_of x;
         rows<float const> dout;
         gradients_of dx;
+        cpx::cuda::states_before known;
+        given dafter = {};
     };
 
     char const* name = "on_device";
@@ -65,16 +72,21 @@ public:
     cpx::state_shape states() const { return shape_; }
     auto inputs() const { return base_.inputs(); }
     bool has_parts(inputs_of const&, rows<float>) const { return how_.parts; }
-    bool has_backward_parts(inputs_of const&, rows<float const>, gradients_of const&, index_t) const {
-        return how_.backward_parts;
+    bool has_backward_parts(inputs_of const&, rows<float const>, gradients_of const&, index_t count) const {
+        return how_.backward_parts && (count % 2 == 1 || !how_.odd);
+    }
+    /// What a forward keeps says where the segments begin that it ran, in their order.
+    index_t kept_bytes(inputs_of const&, rows<float>, index_t count, index_t) const {
+        return count * static_cast<index_t>(sizeof(index_t));
     }
     bool states_first(inputs_of const&, index_t, index_t exchanges, bool by_scan) const {
         return by_scan || exchanges > 1;
     }
 
-    void forward(segments const& s, inputs_of const& x, given before, rows<float> o, made after, kept, device&,
+    void forward(segments const& s, inputs_of const& x, given before, rows<float> o, made after, kept to, device&,
                  cpx::caller) const {
         require_apart(before, after);
+        keep(s, to);
         each(s, [&](std::size_t i, index_t h) {
             floats state = start(before, i, h), out(static_cast<std::size_t>(s.counts[i] * shape_.values));
             rows<float> const unseen(out.data(), s.counts[i], shape_.values);
@@ -93,14 +105,9 @@ public:
         });
     }
     void backward(segments const& s, inputs_of const& x, given before, rows<float const> dout, given dafter,
-                  gradients_of const& dx, made dbefore, kept, device&, cpx::caller) const {
-        require_apart(before, dbefore), require_apart(dafter, dbefore);
-        each(s, [&](std::size_t i, index_t h) {
-            floats state = start(dafter, i, h);
-            base_.backward(of_head(x, s, i, h), s.first[i], state_of(before, i, h), output(dout, s, i, h),
-                           rows(state.data(), shape_.keys, shape_.values), of_head(dx, s, i, h));
-            if (!dbefore.empty()) std::ranges::copy(state, dbefore.data() + place(i, h));
-        });
+                  gradients_of const& dx, made dbefore, kept from, device&, cpx::caller) const {
+        require_kept(s, from);
+        go_back(s, x, before, dout, dafter, dx, dbefore);
     }
     void backward_fold(segments const& s, inputs_of const& x, rows<float const> dout, made dbefore, device&,
                        cpx::caller) const {
@@ -110,8 +117,9 @@ public:
         });
     }
 
-    parts begin(segments const& s, inputs_of const& x, given before, rows<float> o, cpx::cuda::states_before, kept,
+    parts begin(segments const& s, inputs_of const& x, given before, rows<float> o, cpx::cuda::states_before, kept to,
                 device&, cpx::caller) const {
+        keep(s, to);
         return {s, before, x, o};
     }
     void totals(parts& p, made maps, made ends, device& by, cpx::caller here) const {
@@ -124,16 +132,46 @@ public:
     /// Reads the states again that were given then.
     void outputs(parts& p, device& by, cpx::caller here) const { forward(p.of, p.x, p.before, p.o, {}, {}, by, here); }
     backward_parts begin_backward(segments const& s, inputs_of const& x, given before, rows<float const> dout,
-                                  given dafter, gradients_of const& dx, made dbefore, kept, device& by,
-                                  cpx::caller here) const {
-        backward(s, x, before, dout, dafter, dx, dbefore, {}, by, here);
-        return {s, before, dafter, x, dout, dx};
+                                  gradients_of const& dx, cpx::cuda::states_before known, made folded, kept from,
+                                  device& by, cpx::caller here) const {
+        require_kept(s, from);
+        ++begun[static_cast<std::size_t>(known)];
+        bool const by_steps = known == cpx::cuda::states_before::by_steps;
+        cpx::require(by_steps != folded.empty(), "test", "folded", "some by steps alone", folded.size());
+        if (by_steps) backward_fold(s, x, dout, folded, by, here);
+        return {s, before, x, dout, dx, known};
     }
-    void gradients(backward_parts& p, device& by, cpx::caller here) const {
-        backward(p.of, p.x, p.before, p.dout, p.dafter, p.dx, {}, {}, by, here);
+    void dstates(backward_parts& p, given dafter, made dbefore, device&, cpx::caller) const {
+        p.dafter = dafter;
+        go_back(p.of, p.x, p.before, p.dout, dafter, p.dx, dbefore);
+    }
+    void gradients(backward_parts& p, device&, cpx::caller) const {
+        go_back(p.of, p.x, p.before, p.dout, p.dafter, p.dx, {});
     }
 
 private:
+    void go_back(segments const& s, inputs_of const& x, given before, rows<float const> dout, given dafter,
+                 gradients_of const& dx, made dbefore) const {
+        require_apart(before, dbefore), require_apart(dafter, dbefore);
+        each(s, [&](std::size_t i, index_t h) {
+            floats state = start(dafter, i, h);
+            base_.backward(of_head(x, s, i, h), s.first[i], state_of(before, i, h), output(dout, s, i, h),
+                           rows(state.data(), shape_.keys, shape_.values), of_head(dx, s, i, h));
+            if (!dbefore.empty()) std::ranges::copy(state, dbefore.data() + place(i, h));
+        });
+    }
+    static std::span<char const> starts_of(segments const& s) {
+        auto const bytes = std::as_bytes(s.offsets.first(s.first.size()));
+        return {reinterpret_cast<char const*>(bytes.data()), bytes.size()};
+    }
+    static void keep(segments const& s, kept to) {
+        if (!to.empty()) std::ranges::copy(starts_of(s), to.begin());
+    }
+    static void require_kept(segments const& s, kept from) {
+        ++(from.empty() ? none_kept : kept_found);
+        cpx::require(from.empty() || std::ranges::equal(starts_of(s), from), "test", "kept", "of these segments",
+                     "of others");
+    }
     static void require_apart(given a, given b) {
         bool const overlap = a.data() < b.data() + b.size() && b.data() < a.data() + a.size();
         cpx::require(a.empty() || b.empty() || !overlap, "test", "overlap of states", "none", "some");
@@ -256,6 +294,7 @@ results run(problem<Base> const& p, S const& sharding, manner how) {
         rows<float> const final = how.in_place ? view(initial) : view(last),
                           dinitial = how.in_place ? view(dfinal) : view(first);
         saved_states saved;
+        saved.keeps = true;
         model const m(p.base, how);
         tensors<model> const t{parted<model::N>(x.view().data(), inputs), to.view().data().columns(0, dout.width()),
                                p.initial.empty() ? none : view(initial), final, &saved};
@@ -312,7 +351,11 @@ void check(Base const& base, std::uint64_t seed) {
     for (int const ranks : {2, 3, 5})
         on_ranks::for_each_sharding(p.batch, ranks, {1, 16}, [&](std::string const& name, auto const& sharding) {
             CAPTURE(name);
-            for (manner const how : {manner{}, {true, false, given}, {false, true, given}, {true, true, false}}) {
+            for (manner const how : {manner{},
+                                     {true, false, given},
+                                     {false, true, given},
+                                     {true, true, false},
+                                     {true, true, given, true}}) {
                 CAPTURE(how.parts);
                 CAPTURE(how.in_place);
                 for (bool const scan : {false, true}) {
@@ -335,5 +378,9 @@ TEST_SUITE("cuda_on_cpu") {
             check(cpx::kimi_delta_attention{{2, 2, 3, 5}, {.chunk = 16}}, seed + 10);
             check(cpx::head_decay_attention{{8, 8, 8, 8}, {.chunk = 16}}, seed + 20);
         }
+        for (auto const known : {cpx::cuda::states_before::given, cpx::cuda::states_before::carried,
+                                 cpx::cuda::states_before::by_steps, cpx::cuda::states_before::later})
+            CHECK(begun[static_cast<std::size_t>(known)] > 0);
+        CHECK(kept_found > 10 * none_kept);
     }
 }

@@ -138,7 +138,7 @@ inline delta_space delta_plan_space(gated_delta_rule_shape const& shape, index_t
     space.stretches = space.chunks / cut.chunks + sequences * (1 + cut.shorts);
     space.plan = space.take(sequences, sizeof(kernels::delta_sequence));
     space.stretch_list = space.take(space.stretches, sizeof(kernels::delta_stretch));
-    space.totals = space.take(3, sizeof(int));
+    space.totals = space.take(4, sizeof(int));
     space.flags = space.take(space.stretches * shape.value_heads * 4, sizeof(int));
     return space;
 }

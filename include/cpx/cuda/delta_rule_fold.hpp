@@ -2,7 +2,7 @@
 // What segments of the gated delta rule, or of a decay a head, do on a device to the state before them: S -> M S + E.
 #pragma once
 
-#include <cpx/cuda/delta_rule_hopper.hpp>
+#include <cpx/cuda/delta_rule_hopper_backward.hpp>
 #include <cpx/cuda/delta_rule_launch.hpp>
 
 #include <cpx/delta_rule_fold.cuh>

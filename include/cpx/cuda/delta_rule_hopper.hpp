@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Launches of the delta rule's kernels for sm_90a, and of a decay a head's. Without CUTLASS's headers there are none.
+// Launches of the forward of the delta rule's kernels for sm_90a, and of a decay a head's. Without CUTLASS's headers
+// there are none.
 #pragma once
 
 #include <cpx/cuda/delta_rule_launch.hpp>
@@ -7,8 +8,7 @@
 
 #if __has_include(<cute/arch/mma_sm90_gmma.hpp>)
 
-#include <cpx/delta_rule_dstate.cuh>
-#include <cpx/delta_rule_grad.cuh>
+#include <cpx/delta_rule_main.cuh>
 #include <cpx/delta_rule_scan.cuh>
 
 #include <cuda.h>
@@ -97,15 +97,6 @@ void launch_delta_prepared(delta_call<Erases, T> const& of, kernels::delta_walk 
 template <bool Erases, class T>
 kernels::delta_steps delta_steps_of(delta_call<Erases, T> const& of, bool before_known, bool last_wanted) {
     return {of.floats(of.space.maps), of.floats(of.space.ends), before_known, last_wanted};
-}
-
-/// Calls `f` with how many halves of a chain a block takes, as an std::integral_constant: both where blocks are enough,
-/// for then what these share counts. Those of a decay share little.
-template <bool Erases, class F>
-void with_halves(bool enough, F&& f) {
-    if constexpr (Erases)
-        if (enough) return f(std::integral_constant<int, 2>());
-    f(std::integral_constant<int, 1>());
 }
 
 /// Launches the steps of stretches, into the workspace, of keys and values, or back, of queries and dO.
@@ -235,108 +226,6 @@ void launch_delta_hopper_fold(delta_call<Erases, T> const& of, std::span<float> 
     launch_delta_hopper_totals(of, maps, ends);
 }
 
-template <bool Erases, class T>
-void launch_delta_hopper_backward_fold(delta_call<Erases, T> const& of, rows<T const> dout, std::span<float> dstates) {
-    auto walk = delta_walk_of(of);
-    walk.initial = nullptr;
-    launch_delta_prepared(of, walk);
-    if constexpr (!Erases) {
-        auto const steps = delta_steps_of(of, false, true);
-        launch_delta_steps<false, true, T>(of, walk, steps, of.in.q, dout);
-        launch_delta_join(of, walk, steps, {nullptr, dstates.data()});
-    } else {
-        auto const q = panels_of(of.in.q, of.shape.key_dim, of.here), k = panels_of(of.in.k, of.shape.key_dim, of.here),
-                   d = panels_of(dout, of.shape.value_dim, of.here);
-        index_t const chains = of.space.sequences * of.shape.value_heads;
-        walk.last = dstates.data();
-        with_halves<true>(fills_multiprocessors(2 * chains), [&](auto halves) {
-            launch_hopper(of, "delta_rule_fold_back", kernels::delta_rule_fold_back<halves>, chains * 2 / halves, 512,
-                          sizeof(kernels::delta::dstate_memory<halves>), q, k, d, walk);
-        });
-    }
-}
-
-/// Returns by how many blocks the backward walks along so many chains, both halves each, while as many walk back: where
-/// these leave no room, by few, one chain after the other, so that gradients can follow while what was read is in L2.
-inline index_t delta_walks_along(gated_delta_rule_shape const& shape, index_t chains) {
-    index_t const room = multiprocessors() - chains, heads = shape.value_heads;
-    return chains <= room ? chains : std::min(chains, std::max({heads, multiprocessors() / 4 / heads * heads, room}));
-}
-
-/// A backward in parts: `walk`, which makes gradients of the states before sequences and, where something is erased, of
-/// values; then `rest`, whose kernel comes early and reads before it waits: what comes between waits for the walks.
-template <bool Erases, class T>
-class delta_backward {
-public:
-    delta_backward(delta_call<Erases, T> const& of, rows<T const> dout, gated_delta_rule_gradients<T> const& to)
-        : of_(of), to_(to), chains_(of.space.sequences * of.shape.value_heads),
-          along_(delta_walks_along(of.shape, chains_)), both_(Erases && fills_multiprocessors(2 * chains_)),
-          forth_(delta_walk_of(of)), q_(panels(of.in.q, keys())), k_(panels(of.in.k, keys())),
-          v_(panels(of.in.v, values())), dout_(panels(dout, values())), dv_(panels(to.dv, values())) {
-        forth_.states = of.workspace + of.space.states;
-    }
-    void walk(std::span<float const> dlast) const {
-        launch_delta_prepared(of_, forth_, !of_.in.saved.empty());
-        auto back = forth_;
-        back.states = dstates();
-        back.initial = dlast.data();
-        back.last = to_.dstate.data();
-        with_halves<Erases>(both_, [&](auto halves) {
-            constexpr std::size_t bytes = sizeof(kernels::delta::state_memory<halves, Erases, Erases>);
-            launch_hopper(of_, "delta_rule_walks", Erases && halves == 1 ? 2 : 1,
-                          kernels::delta_rule_walks<halves, Erases>,
-                          chains_ * 2 / halves + (both_ ? along_ : 2 * chains_), kernels::delta_walks_threads<Erases>,
-                          Erases ? std::max(bytes, sizeof(kernels::delta::dstate_memory<halves>)) : bytes, q_, k_, v_,
-                          dout_, dv_, forth_, back, kernels::delta_dvalues{delta_view(to_.dv, values())});
-        });
-    }
-    void rest() const {
-        launch_hopper(
-            of_, "delta_rule_grad", kernels::delta_rule_grad<Erases>,
-            std::min<index_t>(of_.space.chunks * of_.shape.key_heads, multiprocessors()), 512,
-            sizeof(kernels::delta::grad_memory), q_, k_, v_, dout_, dv_, panels(to_.dq, keys()), panels(to_.dk, keys()),
-            kernels::delta_gradients{forth_.plan, forth_.prepared, forth_.states, dstates(), delta_view(to_.dq, keys()),
-                                     delta_view(to_.dk, keys()), delta_view(to_.dg), delta_view(to_.dbeta),
-                                     forth_.key_heads, forth_.group, forth_.scale, delta_view(to_.dv, values()),
-                                     both_ && along_ < chains_});
-    }
-
-private:
-    index_t keys() const { return of_.shape.key_dim; }
-    index_t values() const { return of_.shape.value_dim; }
-    char* dstates() const { return of_.workspace + of_.space.dstates; }
-    template <class A>
-    CUtensorMap panels(rows<A> r, index_t dim) const {
-        return panels_of(r, dim, of_.here);
-    }
-
-    delta_call<Erases, T> const& of_;
-    gated_delta_rule_gradients<T> const& to_;
-    index_t chains_; ///< of sequences and heads
-    index_t along_;  ///< blocks of both halves that walk along
-    bool both_;      ///< whether blocks have both halves of a chain
-    kernels::delta_walk forth_;
-    CUtensorMap q_, k_, v_, dout_, dv_;
-};
-
-template <bool Erases, class T>
-void launch_delta_hopper_walks(delta_call<Erases, T> const& of, rows<T const> dout, std::span<float const> dlast,
-                               gated_delta_rule_gradients<T> const& to) {
-    delta_backward<Erases, T>(of, dout, to).walk(dlast);
-}
-template <bool Erases, class T>
-void launch_delta_hopper_gradients(delta_call<Erases, T> const& of, rows<T const> dout,
-                                   gated_delta_rule_gradients<T> const& to) {
-    delta_backward<Erases, T>(of, dout, to).rest();
-}
-template <bool Erases, class T>
-void launch_delta_hopper_backward(delta_call<Erases, T> const& of, rows<T const> dout, std::span<float const> dlast,
-                                  gated_delta_rule_gradients<T> const& to) {
-    delta_backward<Erases, T> const parts(of, dout, to);
-    parts.walk(dlast);
-    parts.rest();
-}
-
 } // namespace cpx::cuda::detail
 
 #else
@@ -361,14 +250,6 @@ template <class... A>
 void launch_delta_hopper_outputs(A const&...) {}
 template <class... A>
 void launch_delta_hopper_fold(A const&...) {}
-template <class... A>
-void launch_delta_hopper_backward_fold(A const&...) {}
-template <class... A>
-void launch_delta_hopper_walks(A const&...) {}
-template <class... A>
-void launch_delta_hopper_gradients(A const&...) {}
-template <class... A>
-void launch_delta_hopper_backward(A const&...) {}
 
 } // namespace cpx::cuda::detail
 

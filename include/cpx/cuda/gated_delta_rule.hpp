@@ -2,7 +2,7 @@
 // The gated delta rule and a decay a head of packed sequences in device memory, all heads at once.
 #pragma once
 
-#include <cpx/cuda/delta_rule_hopper.hpp>
+#include <cpx/cuda/delta_rule_hopper_backward.hpp>
 #include <cpx/cuda/delta_rule_launch.hpp>
 #include <cpx/cuda/nvtx.hpp>
 

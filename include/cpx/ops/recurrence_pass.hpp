@@ -103,7 +103,7 @@ public:
             carry_link const& l = plan_.links[v.segment];
             v.stays = l.beside(from_) > 0;
             v.before = v.stays ? v.state : given(sequence);
-            v.start = starts_ ? starts_ + static_cast<index_t>(v.segment) * shape_.state_width() : nullptr;
+            v.start = start_of(v);
             v.taken = l.beside(opposite(from_)) == 0 && taken_.data() ? taken_.row(sequence) : nullptr;
         }
         local_.over(visits);
@@ -111,7 +111,7 @@ public:
     /// Gives the steps of segments. Those of a backward: what their outputs alone make the gradient of their start
     /// states, and the transpose of their M.
     void fold(std::vector<visit<T>> const& visits) const override {
-        local_.fold(visits);
+        local_.fold(with_starts(visits));
         if (from_ == side::before) return;
         index_t const width = shape_.map_width();
         std::vector<copied<T>> list;
@@ -120,7 +120,7 @@ public:
         memory_.transpose(shape_, list);
     }
     void expect(std::vector<visit<T>> const& visits) const override {
-        if constexpr (requires { local_.expect(visits); }) local_.expect(visits);
+        if constexpr (requires { local_.expect(visits); }) local_.expect(with_starts(visits));
     }
     void rest() const override {
         if constexpr (requires { local_.rest(); }) local_.rest();
@@ -136,6 +136,13 @@ public:
 
 private:
     T const* given(index_t sequence) const { return given_.data() ? given_.row(sequence) : nullptr; }
+    T* start_of(visit<T> const& v) const {
+        return starts_ ? starts_ + static_cast<index_t>(v.segment) * shape_.state_width() : nullptr;
+    }
+    std::vector<visit<T>> with_starts(std::vector<visit<T>> visits) const {
+        for (visit<T>& v : visits) v.start = start_of(v);
+        return visits;
+    }
 
     carry_steps const& plan_;
     state_shape shape_;

@@ -147,7 +147,7 @@ public:
             [&](auto const& call) { return cuda::detail::run_delta_backward(call, p.dout, dafter, p.to); });
     }
 
-    /// A backward on tensor cores whose gradients of states come first.
+    /// A backward on tensor cores in parts: walks along, and back, whose gradients of states come first.
     struct backward_parts {
         cuda::gated_delta_rule_shape shape = {};
         cuda::gated_delta_rule_input<T> in = {};
@@ -155,6 +155,7 @@ public:
         cuda::gated_delta_rule_gradients<T> to;
         cuda::detail::delta_space space = {};
         cuda::block<char> workspace = {};
+        cuda::detail::delta_begun begun = {};
     };
     /// Where walks leave multiprocessors, the other gradients are made beside them. Walks are along and back, of two
     /// halves; where nothing is erased a multiprocessor has two of them.
@@ -165,18 +166,33 @@ public:
     }
     template <class X, class D, class G>
     backward_parts begin_backward(cuda::recurrence_segments const& s, X const& x, std::span<float const> before,
-                                  D const& dout, std::span<float const> dafter, G const& dx, std::span<float> dbefore,
+                                  D const& dout, G const& dx, cuda::states_before known, std::span<float> folded,
                                   std::span<char> kept, memory& m, caller here) const {
-        auto p = backward_of(s, x, before, dout, dx, dbefore, kept, here);
+        using order = cuda::states_before;
+        bool const alone = !Erases && known == order::by_steps; // no kernel folds and walks along
+        if (alone) backward_fold(s, x, dout, folded, m, here);
+        auto p = backward_of(s, x, before, dout, dx, {}, kept, here);
         p.workspace = m.memory().template room<char>(p.space.bytes);
-        with_call(p, m, here,
-                  [&](auto const& call) { cuda::detail::launch_delta_hopper_walks(call, p.dout, dafter, p.to); });
+        p.begun.along = known != order::given && !alone;
+        if (known == order::carried)
+            p.begun.share = cuda::detail::delta_share_beside_back<Erases>(p.shape, count(s), s.tokens);
+        if (p.begun.along)
+            with_call(p, m, here, [&](auto const& call) {
+                cuda::detail::launch_delta_hopper_backward_begin(call, p.dout, p.to, folded);
+            });
         ++m.calls.on_tensor_cores, ++m.calls.in_parts;
         return p;
     }
+    void dstates(backward_parts& p, std::span<float const> dafter, std::span<float> dbefore, memory& m,
+                 caller here) const {
+        p.to.dstate = dbefore;
+        with_call(p, m, here, [&](auto const& call) {
+            cuda::detail::launch_delta_hopper_walks(call, p.dout, dafter, p.to, p.begun);
+        });
+    }
     void gradients(backward_parts& p, memory& m, caller here) const {
         with_call(p, m, here,
-                  [&](auto const& call) { cuda::detail::launch_delta_hopper_gradients(call, p.dout, p.to); });
+                  [&](auto const& call) { cuda::detail::launch_delta_hopper_gradients(call, p.dout, p.to, p.begun); });
     }
     template <class X, class D>
     void backward_fold(cuda::recurrence_segments const& s, X const& x, D const& dout, std::span<float> dbefore,

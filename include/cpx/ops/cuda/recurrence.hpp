@@ -95,14 +95,19 @@ recurrence_gradients(D, X, rows<float const> = {}, rows<float> = {}) -> recurren
 /// - `states(begun, before, after, by, here)`, which may make some outputs beside states, and then
 ///   `outputs(begun, by, here)`; what all were given is there until then
 ///
-/// And one that can make gradients of states before the others, so that these are on their way meanwhile, of segments
-/// whose gradients others wait for:
+/// And one whose backward has three parts: what can be done before the gradients of states after segments have come;
+/// the gradients of states before, which go on their way; and the other gradients, meanwhile:
 ///
 /// - `backward_parts`: a type for what has begun; `has_backward_parts(x, dout, dx, segments)`: whether a backward of so
 ///   many segments is to have them; ranks may answer differently
-/// - `begin_backward(segments, x, before, dout, dafter, dx, dbefore, kept, by, here)` enqueues dbefore and returns it;
-///   later `gradients(begun, by, here)`, once, enqueues dx of these segments and leaves dbefore alone. What both were
-///   given is there until then; exchanges, and other segments' folds and backwards, come between
+/// - `begin_backward(segments, x, before, dout, dx, known, folded, kept, by, here)` returns it; known: a
+///   `states_before`, of dafter, which comes next if it is `given`. If it comes `by_steps`, this enqueues, too, what
+///   `backward_fold` would write to `folded`, which is not there any more when this has returned; else that is empty
+/// - `dstates(begun, dafter, dbefore, by, here)`, once, enqueues dbefore, unless that is empty, and perhaps some of dx
+/// - `gradients(begun, by, here)`, once, at once or later, enqueues the rest of dx and leaves dbefore alone
+///
+/// What these were given is there until then, but for `folded`; exchanges, and other segments' folds and backwards,
+/// come between.
 template <class R, class X, class O>
 concept recurrence_model =
     requires(R const r, recurrence_segments const s, X const x, O const o, std::span<float const> in,

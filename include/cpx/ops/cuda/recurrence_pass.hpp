@@ -48,14 +48,10 @@ public:
         for (auto& made : t.saved->kept) made.stale = true;
     }
     void over(visits_list visits) {
-        for (begun& b : std::exchange(expected_, {})) {
-            auto own = only(visits, b.handed_on);
-            std::erase_if(visits, [&](visit<float> const& v) { return v.handed_on == b.handed_on; });
-            if (b.known == known::by_steps || !b.handed_on) // what leaves it is made of steps, or nobody wants it
-                for (visit<float>& v : own) v.state = nullptr;
+        this->each_expected(expected_, visits, [&](visits_list const& own, begun b) {
             b.states = this->bring(own, true);
             states(own, std::move(b));
-        }
+        });
         auto const first = this->take_handed_on(visits);
         if (!in_parts(first) || !states_first(first)) return run(first);
         begun b{this->describe(first), known::given, true, this->bring(first, true)};
@@ -64,7 +60,7 @@ public:
     }
     void expect(visits_list const& visits) {
         bool const handed_on = std::ranges::any_of(visits, &visit<float>::handed_on); // then the others come later
-        auto const next = only(visits, handed_on);
+        auto const next = this->only(visits, handed_on);
         if (!in_parts(next)) return;
         begun b{this->describe(next), handed_on && states_first(next) ? known::carried : known::later, handed_on};
         b.of.segments.to_ends = handed_on || t_.final.data();
@@ -103,11 +99,6 @@ public:
 
 private:
     using known = cuda::states_before;
-
-    static visits_list only(visits_list visits, bool handed_on) {
-        std::erase_if(visits, [&](visit<float> const& v) { return v.handed_on != handed_on; });
-        return visits;
-    }
 
     /// Returns where a call keeps what it makes; nothing if it does not.
     std::span<char> keeping(visits_list const& visits, index_t tokens) const {
@@ -174,9 +165,21 @@ public:
     device_backward(char const*, carry_plan<How, S> const& plan, R const& r, Tensors const& t, Gradients const& to,
                     cuda::state_exchange& memory, caller here)
         : device_states(plan, r, memory, here), r_(r), t_(t), to_(to) {}
-    void over(visits_list const& visits) {
+    void over(visits_list visits) {
+        this->each_expected(expected_, visits,
+                            [&](visits_list own, begun b) { dstates(std::move(own), std::move(b)); });
         auto first = this->take_handed_on(visits);
-        in_parts(first) ? begin(std::move(first)) : run(std::move(first));
+        if (by_steps_ || !in_parts(first)) return run(std::move(first));
+        auto b = begin(first, known::given);
+        dstates(std::move(first), std::move(b));
+    }
+    /// Begins segments while their gradients of states are awaited; not while others of the rank are left to be gone
+    /// over, beside which these would take as much memory again.
+    void expect(visits_list const& visits) {
+        bool const handed_on = std::ranges::any_of(visits, &visit<float>::handed_on); // then the others come later
+        auto next = this->only(visits, handed_on);
+        if (rest_.empty() && begun_.empty() && in_parts(next))
+            expected_.push_back(begin(next, handed_on ? known::carried : known::later));
     }
     void rest() {
         if constexpr (has_backward_parts<R>)
@@ -185,38 +188,59 @@ public:
         run(std::exchange(rest_, {}));
     }
     void fold(visits_list const& visits) {
-        folded_ = true;
-        auto const list = this->wanted(visits);
-        if (list.empty()) return;
-        auto const of = this->describe(list);
-        this->each_folded(list, 0, [&](std::span<float>, std::span<float> ends) {
-            r_.backward_fold(of.segments, t_.x, to_.dout, ends, memory_, here_);
-        });
+        by_steps_ = true;
+        auto inner = this->wanted(visits);
+        if (inner.empty()) return expect(visits);
+        if (in_parts(inner)) {
+            this->in_order_of_forward(inner);
+            this->each_folded(inner, 0, [&](std::span<float>, std::span<float> ends) {
+                expected_.push_back(begin(inner, known::by_steps, ends));
+            });
+        } else {
+            auto const of = this->describe(inner);
+            this->each_folded(inner, 0, [&](std::span<float>, std::span<float> ends) {
+                r_.backward_fold(of.segments, t_.x, to_.dout, ends, memory_, here_);
+            });
+        }
     }
     void finish(char const*, caller) const {} // gradients of heads that several others read are whole
 
 private:
+    using known = cuda::states_before;
+
     /// Segments of which gradients of states come before others, and what is kept until these are made.
     struct begun {
-        cuda::block<float> starts = {};
-        typename device_states::described of = {};
+        cuda::states_before known;
+        bool handed_on; ///< whether other segments come after these, on the way back
+        cuda::block<float> starts;
+        typename device_states::described of;
         typename device_states::beside_each_other states = {};
         std::optional<typename backward_parts_of<R>::type> parts = {};
     };
     bool in_parts(visits_list const& visits) const {
-        if (visits.empty() || folded_) return false;
+        if (visits.empty()) return false;
         if constexpr (has_backward_parts<R>) return r_.has_backward_parts(t_.x, to_.dout, to_.dx, std::ssize(visits));
         return false;
     }
-    void begin(visits_list visits) {
+    /// `folded`: by steps, what outputs alone make the gradients of states before these segments.
+    begun begin(visits_list& visits, known what, std::span<float> folded = {}) {
+        std::span<char> const kept = this->in_order_of_forward(visits);
+        begun b{what, what != known::later, this->brought_together(visits), this->describe(visits)};
+        if constexpr (has_backward_parts<R>)
+            b.parts.emplace(r_.begin_backward(b.of.segments, t_.x, before(b.starts, visits), to_.dout, to_.dx, what,
+                                              folded, kept, memory_, here_));
+        return b;
+    }
+    void dstates(visits_list visits, begun b) {
+        this->in_order_of_forward(visits);
+        b.states = this->bring(visits, false);
+        bool const all_at_once = b.known == known::by_steps || b.known == known::later; // nobody waits
         if constexpr (has_backward_parts<R>) {
-            std::span<char> const kept = this->in_order_of_forward(visits);
-            begun b{this->brought_together(visits), this->describe(visits), this->bring(visits, false)};
-            b.parts.emplace(r_.begin_backward(b.of.segments, t_.x, before(b.starts, visits), to_.dout, b.states.before,
-                                              to_.dx, b.states.after, kept, memory_, here_));
-            this->give(visits, b.states);
-            begun_.push_back(std::move(b));
+            r_.dstates(*b.parts, b.states.before, b.states.after, memory_, here_);
+            if (all_at_once) r_.gradients(*b.parts, memory_, here_);
         }
+        this->give(visits, b.states);
+        if (!all_at_once) begun_.push_back(std::move(b));
     }
     void run(visits_list visits) {
         if (visits.empty()) return;
@@ -260,8 +284,9 @@ private:
     R const& r_;
     Tensors const& t_;
     Gradients const& to_;
-    bool folded_ = false;      ///< what others wait for is made of steps
-    std::vector<begun> begun_; ///< whose other gradients are to be made
+    bool by_steps_ = false;       ///< whether what others wait for is made of steps
+    std::vector<begun> expected_; ///< that `over` is given next
+    std::vector<begun> begun_;    ///< whose other gradients are to be made
 };
 
 } // namespace cpx::detail

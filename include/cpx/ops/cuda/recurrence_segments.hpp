@@ -25,7 +25,7 @@ struct recurrence_segments {
 
 /// What is known of the states before segments when a forward in parts begins: they are given, and others wait for
 /// those after; or they come later, and others wait for those after, which are carried on by serial, or for the steps
-/// that segments make, or nobody waits.
+/// that segments make, or nobody waits. Of a backward: of the gradients of the states after segments, likewise.
 enum class states_before { given, carried, by_steps, later };
 
 } // namespace cpx::cuda
@@ -163,6 +163,22 @@ protected:
         auto const maps = places(&visit<float>::map, map_width, own_maps);
         f(maps, places(&visit<float>::state, width_, own_ends));
         memory_.copy(given);
+    }
+    static visits_list only(visits_list visits, bool handed_on) {
+        std::erase_if(visits, [&](visit<float> const& v) { return v.handed_on != handed_on; });
+        return visits;
+    }
+    /// Calls `f(visits, begun)` for all that has begun with the visits that it is of, and takes these from the list. By
+    /// steps, and where no segment comes after, nobody wants the states that leave them.
+    template <class Begun, class F>
+    static void each_expected(std::vector<Begun>& expected, visits_list& visits, F&& f) {
+        for (Begun& b : std::exchange(expected, {})) {
+            auto own = only(visits, b.handed_on);
+            visits = only(std::move(visits), !b.handed_on);
+            if (b.known == cuda::states_before::by_steps || !b.handed_on)
+                for (visit<float>& v : own) v.state = nullptr;
+            f(std::move(own), std::move(b));
+        }
     }
     /// Returns the visits whose steps are wanted.
     static visits_list wanted(visits_list visits) {

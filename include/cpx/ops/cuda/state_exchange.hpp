@@ -19,7 +19,7 @@ namespace cpx::cuda {
 
 /// How many calls have run segments of a gated delta rule, or of a decay a head, on tensor cores and by plain kernels,
 /// and how many were steps of decoding, a token of every sequence, see `gated_delta_rule_step`. `in_parts`: of the
-/// first those of backwards that handed gradients of states on before they made the others.
+/// first those of backwards that began before gradients of states had come, or handed them on before they made others.
 struct rule_calls {
     index_t on_tensor_cores = 0, plain = 0, steps = 0, in_parts = 0;
 };
