@@ -409,6 +409,20 @@ TEST_SUITE("cuda") {
         check_same(on_gpus<cpx::serial, T>(gpus, few, sharding, true, false, false), alone);
     }
 
+    TEST_CASE("a share of gradients that is made beside a long walk back has the bits of one GPU") {
+        if (!has_gpus(2)) return;
+        using T = __nv_bfloat16;
+        group one(1), gpus(2);
+        auto p = make<T>(lengths({12000}), {16, 32, 8, 8}, false, 16);
+        for (double& g : p.g) g = static_cast<float>(g / 64);
+        if (cpx::cuda::detail::has_delta_hopper<true>() && cpx::cuda::detail::multiprocessors() > 100)
+            CHECK(cpx::cuda::detail::delta_share_beside_back<true>({16, 32, 8, 8}, 1, 6000) > 0);
+        auto const alone = on_gpus<cpx::serial, T>(one, p, on_ranks::one_rank(p.batch), false);
+        by_tokens const sharding(cpx::shard(p.batch, cpx::zigzag<>(2), cpx::aligned<64>{}));
+        for (bool const window : {false, true})
+            check_same(on_gpus<cpx::serial, T>(gpus, p, sharding, true, window), alone);
+    }
+
     TEST_CASE("final states may take the place of initial ones, and gradients of these that of those's") {
         if (!has_gpus(2)) return;
         using T = __nv_bfloat16;
