@@ -62,7 +62,6 @@ public:
         inputs_of x;
         rows<float const> dout;
         gradients_of dx;
-        cpx::cuda::states_before known;
         given dafter = {};
     };
 
@@ -139,7 +138,7 @@ public:
         bool const by_steps = known == cpx::cuda::states_before::by_steps;
         cpx::require(by_steps != folded.empty(), "test", "folded", "some by steps alone", folded.size());
         if (by_steps) backward_fold(s, x, dout, folded, by, here);
-        return {s, before, x, dout, dx, known};
+        return {s, before, x, dout, dx};
     }
     void dstates(backward_parts& p, given dafter, made dbefore, device&, cpx::caller) const {
         p.dafter = dafter;

@@ -7,8 +7,8 @@
 
 namespace cpx::cuda::detail {
 
-/// What of a backward in parts has come before: whether walks along, and which share of the gradients that are not of
-/// states, in 256ths, is computed beside walks back.
+/// How a backward in parts goes on: whether it has walked along before gradients of states were known, and which share
+/// of the other gradients, in 256ths, is computed beside walks back.
 struct delta_begun {
     bool along = false;
     int share = 0;
@@ -57,9 +57,9 @@ void launch_delta_hopper_backward_fold(delta_call<Erases, T> const& of, rows<T c
         walk.last = dstates.data();
         with_halves<true>(fills_multiprocessors(2 * chains), [&](auto halves) {
             index_t const backs = chains * 2 / halves;
-            launch_hopper(of, "delta_rule_walks", kernels::delta_rule_walks<halves, true, true>, backs, 512,
-                          delta_walks_bytes<halves, true>(), q, k, d, d, d, walk, walk, kernels::delta_dvalues{},
-                          static_cast<int>(backs));
+            launch_hopper(of, "delta_rule_walks", kernels::delta_rule_walks<halves, true, true>, backs,
+                          kernels::delta_walks_threads<true>, delta_walks_bytes<halves, true>(), q, k, d, d, d, walk,
+                          walk, kernels::delta_dvalues{}, static_cast<int>(backs));
         });
     }
 }

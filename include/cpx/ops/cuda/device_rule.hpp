@@ -168,13 +168,13 @@ public:
     backward_parts begin_backward(cuda::recurrence_segments const& s, X const& x, std::span<float const> before,
                                   D const& dout, G const& dx, cuda::states_before known, std::span<float> folded,
                                   std::span<char> kept, memory& m, caller here) const {
-        using order = cuda::states_before;
-        bool const alone = !Erases && known == order::by_steps; // no kernel folds and walks along
+        using cuda::states_before;
+        bool const alone = !Erases && known == states_before::by_steps; // no kernel folds and walks along
         if (alone) backward_fold(s, x, dout, folded, m, here);
         auto p = backward_of(s, x, before, dout, dx, {}, kept, here);
         p.workspace = m.memory().template room<char>(p.space.bytes);
-        p.begun.along = known != order::given && !alone;
-        if (known == order::carried)
+        p.begun.along = known != states_before::given && !alone;
+        if (known == states_before::carried)
             p.begun.share = cuda::detail::delta_share_beside_back<Erases>(p.shape, count(s), s.tokens);
         if (p.begun.along)
             with_call(p, m, here, [&](auto const& call) {
