@@ -86,6 +86,7 @@ public:
 
     /// As many sequences, elsewhere in the rows.
     void set(std::vector<index_t> const& offsets) { there_.offsets.write(offsets); }
+    std::vector<char> saved() const { return saved_.read(); }
     results read() const {
         results r{.o = widen(o_.read()), .last = widen(last_.read())};
         r.path = path_;

@@ -53,7 +53,22 @@ delta_rule_path core_path() {
 }
 
 /// What gates, keys and betas are like.
-enum class kind { mild, no_decay, equal_keys, beta_2, strong, spikes, never, beta_0_or_1, slow };
+enum class kind {
+    mild,
+    no_decay,
+    equal_keys,
+    same_keys,
+    beta_0,
+    beta_1,
+    beta_2,
+    strong,
+    spikes,
+    never,
+    beta_0_or_1,
+    slow
+};
+/// Whether roundings are added up many times over.
+inline bool is_hard(kind what) { return what == kind::equal_keys || what == kind::same_keys || what == kind::beta_2; }
 
 /// Tensors of a packed batch; T holds those of rows exactly.
 struct problem {
@@ -83,7 +98,8 @@ problem make(std::vector<index_t> const& lengths, index_t key_heads, index_t gro
             double* const row = x.data() + i * key_dim;
             double squares = 1e-12;
             for (index_t d = 0; d < key_dim; ++d) {
-                if (what == kind::equal_keys) row[d] = std::cos(static_cast<double>(d)) + 0.02 * row[d];
+                if (what == kind::equal_keys || what == kind::same_keys)
+                    row[d] = std::cos(static_cast<double>(d)) + (what == kind::same_keys ? 0 : 0.02 * row[d]);
                 squares += row[d] * row[d];
             }
             for (index_t d = 0; d < key_dim; ++d) row[d] /= std::sqrt(squares);
@@ -99,6 +115,7 @@ problem make(std::vector<index_t> const& lengths, index_t key_heads, index_t gro
     for (double& g : p.g) switch (what) {
         case kind::no_decay:
         case kind::equal_keys:
+        case kind::same_keys:
         case kind::beta_2: g = 0; break;
         case kind::strong: g = 10 * (g - 1); break;
         case kind::slow: g = 1e-5 * (g - 1); break;
@@ -108,6 +125,8 @@ problem make(std::vector<index_t> const& lengths, index_t key_heads, index_t gro
         }
     for (double& b : p.beta)
         b = what == kind::beta_2        ? static_cast<double>(1.999f)
+            : what == kind::beta_0      ? 0
+            : what == kind::beta_1      ? 1
             : what == kind::beta_0_or_1 ? b > 0
                                         : static_cast<double>(static_cast<float>(0.5 + 0.5 * b));
     index_t const states = p.sequences() * p.shape.value_heads * key_dim * value_dim;

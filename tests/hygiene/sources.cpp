@@ -41,7 +41,7 @@ std::vector<third_party> const allowed = {
     {std::regex("sys/mman\\.h"), std::regex("cpx/testing/board\\.hpp")},
     {std::regex("(fcntl|unistd|sys/stat)\\.h"), std::regex("cpx/model/(new_)?file\\.hpp")},
     {std::regex("cudnn_frontend\\.h|dlfcn\\.h"), std::regex("cpx/cuda/cudnn_attention\\.hpp")},
-    {std::regex("(cuda|cuda_runtime(_api)?|cuda_bf16|cuda_fp16|cublas_v2|nvtx3/.*)\\.h(pp)?"),
+    {std::regex("(cuda|cuda_runtime(_api)?|cuda_bf16|cuda_fp16|cublasLt|nvtx3/.*)\\.h(pp)?"),
      std::regex("cpx/cuda/.*")},
 };
 
