@@ -318,7 +318,7 @@ std::string measure(int rank, int count) {
     if (rank == 0 && count == 1)
         std::printf(
             "%s; a gated delta net layer, %td tokens in one sequence, hidden %td, %td/%td heads of %td, bfloat16"
-            "\nmedians of 9 runs; memory without weights, their gradients, x, dy and what NCCL has\n",
+            "\nmedians of 9 runs; memory without weights, their gradients, x, dy and what NCCL and cuBLASLt have\n",
             timing::device_name().c_str(), static_cast<std::ptrdiff_t>(tokens), static_cast<std::ptrdiff_t>(hidden),
             static_cast<std::ptrdiff_t>(key_heads), static_cast<std::ptrdiff_t>(value_heads),
             static_cast<std::ptrdiff_t>(dim));
