@@ -64,10 +64,10 @@ template <class T>
 outcome run(checkpoint<T> const& model, input const& in, strategy const& how, group const& on, cpx::index_t chunk,
             bool backward);
 
-/// Returns how many GPUs there are. Throws `cpx::error` if the program is built without CUDA, cuBLAS or NCCL.
+/// Returns how many GPUs there are. Throws `cpx::error` if the program is built without CUDA, cuBLASLt or NCCL.
 int gpus();
 
-/// How GPUs multiply matrices: by cuBLAS, or so that a row's result has the same bits beside any other rows.
+/// How GPUs multiply matrices: by cuBLASLt, or so that a row's result has the same bits beside any other rows.
 enum class products { cublas, fixed };
 
 /// What GPUs hold and round to; gates, sums and states are float32.

@@ -35,8 +35,8 @@ public:
     template <class Out>
     void operator()(factor<T> a, factor<T> b, index_t inner, float before, rows<Out> c) const {
         if (c.count() * c.width() == 0) return;
-        if (fixed_) return for_each_element(memory_, c.count(), c.width(), fixed_product{a, b, inner, before, c});
-        if (inner == 0) return;
+        if (fixed_ || inner == 0)
+            return for_each_element(memory_, c.count(), c.width(), fixed_product{a, b, inner, before, c});
         // cuBLASLt counts along columns: what is row-major here is transposed there, c^T = b a^T.
         cublasLtMatmulDescOpaque_t of;
         check(cublasLtMatmulDescInit(&of, std::is_same_v<T, float> ? CUBLAS_COMPUTE_32F_PEDANTIC : CUBLAS_COMPUTE_32F,
@@ -57,6 +57,7 @@ public:
                          aligned(a.data.data()),
                          aligned(b.data.data()),
                          aligned(c.data())};
+        if (advised_.size() > 1000) advised_.clear(); // experts get other counts of rows each time
         auto known = advised_.find(what);
         if (known == advised_.end()) known = advised_.emplace(what, advise(of, left, right, result, what)).first;
         float const one = 1;
@@ -117,6 +118,7 @@ private:
             cublasLtMatmulAlgoGetHeuristic(handle_, &of, &left, &right, &result, &result, &wanted, 1, &advised, &count),
             "cublasLtMatmulAlgoGetHeuristic");
         cpx::require(count == 1, "cublas", "cublasLtMatmulAlgoGetHeuristic", "an algorithm", count);
+        check(advised.state, "cublasLtMatmulAlgoGetHeuristic");
         return advised.algo;
     }
 
