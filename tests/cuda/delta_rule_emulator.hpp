@@ -5,6 +5,7 @@
 #include <Eigen/Dense>
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -16,10 +17,12 @@ using Eigen::Index;
 using matrix = Eigen::Matrix<double, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
 using vector = Eigen::VectorXd;
 
-/// Returns the nearest number with `bits` after the leading one (Dekker 1971, by Veltkamp's splitting).
+/// Returns the nearest number with `bits` after the leading one, the even one of two. By its bits: where the compiler
+/// contracts products and sums, as it does by default for Grace, Veltkamp's splitting would return `x`.
 inline double rounded(double x, int bits) {
-    double const scaled = x * (static_cast<double>(std::int64_t{1} << (52 - bits)) + 1);
-    return scaled - (scaled - x);
+    int const dropped = 52 - bits;
+    auto const all = std::bit_cast<std::uint64_t>(x), unit = std::uint64_t{1} << dropped;
+    return std::bit_cast<double>((all + unit / 2 - 1 + (all >> dropped & 1)) & ~(unit - 1));
 }
 inline matrix bf16(matrix const& x) {
     return x.unaryExpr([](double v) { return rounded(v, 7); });
