@@ -19,11 +19,13 @@ using vector = Eigen::VectorXd;
 
 /// Returns the nearest number with `bits` after the leading one, the even one of two. By its bits: where the compiler
 /// contracts products and sums, as it does by default for Grace, Veltkamp's splitting would return `x`.
-inline double rounded(double x, int bits) {
+constexpr double rounded(double x, int bits) {
     int const dropped = 52 - bits;
     auto const all = std::bit_cast<std::uint64_t>(x), unit = std::uint64_t{1} << dropped;
     return std::bit_cast<double>((all + unit / 2 - 1 + (all >> dropped & 1)) & ~(unit - 1));
 }
+static_assert(rounded(1.00390625, 7) == 1 && rounded(1.01171875, 7) == 1.015625); // halfway, to even
+static_assert(rounded(-0.999, 7) == -1 && rounded(0, 7) == 0);
 inline matrix bf16(matrix const& x) {
     return x.unaryExpr([](double v) { return rounded(v, 7); });
 }

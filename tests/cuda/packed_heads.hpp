@@ -98,8 +98,8 @@ problem make(std::vector<index_t> const& lengths, index_t key_heads, index_t gro
             double* const row = x.data() + i * key_dim;
             double squares = 1e-12;
             for (index_t d = 0; d < key_dim; ++d) {
-                if (what == kind::equal_keys || what == kind::same_keys)
-                    row[d] = std::cos(static_cast<double>(d)) + (what == kind::same_keys ? 0 : 0.02 * row[d]);
+                if (what == kind::equal_keys) row[d] = std::cos(static_cast<double>(d)) + 0.02 * row[d];
+                if (what == kind::same_keys) row[d] = std::cos(static_cast<double>(d));
                 squares += row[d] * row[d];
             }
             for (index_t d = 0; d < key_dim; ++d) row[d] /= std::sqrt(squares);
