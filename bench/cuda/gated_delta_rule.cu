@@ -15,7 +15,6 @@ namespace {
 using cpx::index_t, cpx::rows;
 using timing::random;
 namespace gpu = cpx::cuda;
-using element = __nv_bfloat16;
 
 /// What gates are: all 1, of some decay, or made of parameters by the kernels that read them.
 enum class gates { none, decay, made };
@@ -28,6 +27,7 @@ struct work {
     bool scan = false;                ///< of the forward alone
     index_t dim = 128;                ///< channels of keys and of values
     gpu::delta_rule_path path = gpu::delta_rule_path::tensor_cores;
+    bool half = false; ///< else bfloat16
 };
 
 /// Returns the milliseconds that the design of the gated delta rule has for it. Of a backward: what it moves, as fast
@@ -58,6 +58,7 @@ double designed_ms(bool back, work const& w, double rate) {
 
 /// Returns the milliseconds of a forward, or of a backward with what its forward has saved, by replays of a graph, and
 /// prints them.
+template <class element>
 double time(bool back, work const& w, gates of, double rate, gpu::stream const& stream) {
     bool const erases = w.erases, scan = w.scan;
     index_t const key_heads = w.key_heads, value_heads = w.value_heads, sequences = w.sequences, length = w.length;
@@ -155,9 +156,9 @@ double time(bool back, work const& w, gates of, double rate, gpu::stream const& 
                          : back ? 15.7e6
                                 : 6.29e6);
     auto const number = [](index_t n) { return static_cast<std::ptrdiff_t>(n); };
-    std::printf("%-5s %-8s %-4s %2td x %-7td %2td/%-3td %3td %-6s %-13s %9.4f %8.1f%%", erases ? "delta" : "decay",
-                back ? "backward" : "forward", scan ? "scan" : "", number(sequences), number(length), number(key_heads),
-                number(value_heads), number(dim),
+    std::printf("%-5s %-8s %-4s %-8s %2td x %-7td %2td/%-3td %3td %-6s %-13s %9.4f %8.1f%%", erases ? "delta" : "decay",
+                back ? "backward" : "forward", scan ? "scan" : "", w.half ? "half" : "bfloat16", number(sequences),
+                number(length), number(key_heads), number(value_heads), number(dim),
                 of == gates::none ? "none"
                 : made            ? "made"
                                   : "decay",
@@ -178,6 +179,7 @@ double time(bool back, work const& w, gates of, double rate, gpu::stream const& 
 /// Returns the milliseconds of a step of decoding of many sequences, 16 key heads and 32 value heads, and prints them;
 /// of copy: states there and back.
 double time_step(index_t sequences, double rate, gpu::stream const& stream) {
+    using element = __nv_bfloat16;
     constexpr index_t key_heads = 16, value_heads = 32, dim = 128;
     auto const rows_of = [&](auto const& b) { return rows(b.data(), sequences, b.size() / sequences); };
     auto const q = random<element>(sequences * key_heads * dim, 1, -0.1f, 0.1f),
@@ -208,11 +210,11 @@ int main(int argc, char** argv) {
     gpu::stream const stream;
     double const rate = timing::copy_bandwidth(stream);
     std::printf("%s, copy of 1 GiB: %.0f GB/s read and written\n", timing::device_name().c_str(), rate * 1e-9);
-    std::printf("the gated delta rule and a decay a head, bfloat16; of copy: inputs and outputs once\n");
+    std::printf("the gated delta rule and a decay a head; of copy: inputs and outputs once\n");
     std::printf("of design: the time of the design's clocks and bytes, of what is measured\n");
     std::printf(
         "ms: after a second of rest; sustained: after a second of these calls, at the limit of the GPU's power\n");
-    std::printf("%-19s %-12s %-6s %3s %-6s %-13s %9s %9s %9s %9s %9s\n", "", "sequences", "heads", "of", "gates",
+    std::printf("%-28s %-12s %-6s %3s %-6s %-13s %9s %9s %9s %9s %9s\n", "", "sequences", "heads", "of", "gates",
                 "path", "ms", "of copy", "TFLOP/s", "of design", "sustained");
     timing::limits limits;
     for (bool const back : {false, true}) {
@@ -224,21 +226,24 @@ int main(int argc, char** argv) {
               work{true, 2, 8, 1, 32768}, work{true, 2, 8, 1, 32768, 0.24, 0, true}, work{false, 16, 32, 1, 32768},
               work{false, 16, 32, 4, 8192}, work{false, 16, 32, 1, 8192}, work{false, 16, 32, 1, 131072},
               work{false, 2, 8, 1, 32768}, work{false, 2, 8, 1, 32768, 0, 0, true},
+              work{true, 16, 32, 1, 32768, 0.55, 1.5, false, 128, gpu::delta_rule_path::tensor_cores, true},
+              work{true, 16, 32, 4, 8192, 0.36, 1.5, false, 128, gpu::delta_rule_path::tensor_cores, true},
               work{true, 16, 32, 1, 32768, 0, 0, false, 64}, work{true, 16, 32, 4, 8192, 0, 0, false, 64},
               work{true, 16, 32, 1, 32768, 0, 0, false, 64, gpu::delta_rule_path::plain},
               work{true, 16, 32, 4, 8192, 0, 0, false, 64, gpu::delta_rule_path::plain}}) {
             if (back && w.scan) continue;
             for (gates const of : {gates::decay, gates::none, gates::made}) {
                 if (of == gates::none && w.path == gpu::delta_rule_path::plain) continue; // its time is the same
-                if (of == gates::made && w.forward == 0) continue;
-                double const ms = time(back, w, of, rate, stream);
+                if (of == gates::made && (w.forward == 0 || w.half)) continue;
+                double const ms =
+                    w.half ? time<__half>(back, w, of, rate, stream) : time<__nv_bfloat16>(back, w, of, rate, stream);
                 if (w.erases && of != gates::made) of_delta.push_back(ms);
                 double const limit = !w.erases ? of_delta[next++] : back ? w.backward : w.forward;
                 if (limit == 0) continue;
                 limits.at_most(std::string(w.erases ? "gated delta rule " : "decay a head, by the delta rule's, ") +
                                    (back ? "backward, " : "forward, ") + std::to_string(w.sequences) + " x " +
                                    std::to_string(w.length) + ", " + std::to_string(w.key_heads) + "/" +
-                                   std::to_string(w.value_heads) + " heads" +
+                                   std::to_string(w.value_heads) + " heads" + (w.half ? ", half" : "") +
                                    (of == gates::decay  ? ""
                                     : of == gates::made ? ", g made"
                                                         : ", no decay") +

@@ -26,8 +26,9 @@ struct dstate_memory {
 } // namespace delta
 
 /// What a walk back writes besides gradients of states after chunks, `delta_walk::states`.
+template <class T>
 struct delta_dvalues {
-    delta_head_rows rows; ///< dV, of value heads
+    delta_head_rows<T> rows; ///< dV, of value heads
 };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -35,7 +36,7 @@ namespace delta {
 
 /// A walk back along Halves halves of the value channels of a sequence and value head, and what does not carry the
 /// gradient in it, by its role.
-template <int Halves>
+template <class T, int Halves>
 struct back_walk {
     using layout = dstate_memory<Halves>;
     static constexpr bool both = Halves == 2;
@@ -51,7 +52,7 @@ struct back_walk {
     // A warp each:
     __device__ void load_keys(CUtensorMap const& queries, CUtensorMap const& keys, int lane) const;
     __device__ void load_dout(CUtensorMap const& dout, int lane) const;
-    __device__ void store_values(CUtensorMap const& dvalues, delta_dvalues const& to, int own, int lane) const;
+    __device__ void store_values(CUtensorMap const& dvalues, delta_dvalues<T> const& to, int own, int lane) const;
     // A warpgroup each:
     __device__ void make_p() const;
     __device__ void make_x() const;
@@ -60,9 +61,9 @@ struct back_walk {
 };
 
 /// Loads queries, keys and what is prepared.
-template <int Halves>
-__device__ __forceinline__ void back_walk<Halves>::load_keys(CUtensorMap const& queries, CUtensorMap const& keys,
-                                                             int lane) const {
+template <class T, int Halves>
+__device__ __forceinline__ void back_walk<T, Halves>::load_keys(CUtensorMap const& queries, CUtensorMap const& keys,
+                                                                int lane) const {
     ring<stages> r;
     ring<dout_stages> d;
     for (int c = chunks - 1, landings = 0; c >= 0; --c, r.next(), d.next()) {
@@ -96,8 +97,8 @@ __device__ __forceinline__ void back_walk<Halves>::load_keys(CUtensorMap const& 
 }
 
 /// Loads dO and, of both halves, completes gates: the other warps store.
-template <int Halves>
-__device__ __forceinline__ void back_walk<Halves>::load_dout(CUtensorMap const& dout, int lane) const {
+template <class T, int Halves>
+__device__ __forceinline__ void back_walk<T, Halves>::load_dout(CUtensorMap const& dout, int lane) const {
     ring<dout_stages> d;
     gates_maker<layout, true> maker;
     for (int c = chunks - 1, landings = 0; c >= 0; --c, d.next()) {
@@ -121,9 +122,9 @@ __device__ __forceinline__ void back_walk<Halves>::load_dout(CUtensorMap const& 
 }
 
 /// Stores dV of a half, and says how far the walk has come.
-template <int Halves>
-__device__ __forceinline__ void back_walk<Halves>::store_values(CUtensorMap const& dvalues, delta_dvalues const& to,
-                                                                int own, int lane) const {
+template <class T, int Halves>
+__device__ __forceinline__ void
+back_walk<T, Halves>::store_values(CUtensorMap const& dvalues, delta_dvalues<T> const& to, int own, int lane) const {
     ring<dout_stages> d;
     for (int c = chunks - 1; c >= 0; --c, d.next()) {
         int const begin = sequence.chunk_begin(c), n = sequence.chunk_end(c) - begin;
@@ -138,8 +139,8 @@ __device__ __forceinline__ void back_walk<Halves>::store_values(CUtensorMap cons
 }
 
 /// Makes P, and of both halves X.
-template <int Halves>
-__device__ __forceinline__ void back_walk<Halves>::make_p() const {
+template <class T, int Halves>
+__device__ __forceinline__ void back_walk<T, Halves>::make_p() const {
     ring<stages> r;
     ring<dout_stages> a;
     ring<Halves> p;
@@ -148,8 +149,8 @@ __device__ __forceinline__ void back_walk<Halves>::make_p() const {
         wait(memory.full[r.at], r.parity);
         wait(memory.inverse_full[a.at], a.parity);
         std::uint32_t words[16];
-        compute_p<true>(memory.queries[r.at], memory.keys[r.at], memory.inverse[a.at], memory.gates[r.at], in.scale,
-                        words, [] {}); // awaiting p_empty there would cost registers that are not left
+        compute_p<T, true>(memory.queries[r.at], memory.keys[r.at], memory.inverse[a.at], memory.gates[r.at], in.scale,
+                           words, [] {}); // awaiting p_empty there would cost registers that are not left
         if constexpr (!both) {
             arrive_warp(memory.inverse_empty[a.at]);
             arrive_warp(memory.empty[r.at]);
@@ -160,7 +161,7 @@ __device__ __forceinline__ void back_walk<Halves>::make_p() const {
         arrive_warp(memory.p_full[p.at]);
         if constexpr (both) {
             wait(memory.x_empty[x.at], x.parity ^ 1);
-            compute_x(memory.inverse[a.at], memory.keys[r.at], memory.gates[r.at], memory.x[x.at]);
+            compute_x<T>(memory.inverse[a.at], memory.keys[r.at], memory.gates[r.at], memory.x[x.at]);
             cutlass::arch::fence_view_async_shared();
             arrive_warp(memory.x_full[x.at]);
             arrive_warp(memory.inverse_empty[a.at]);
@@ -170,8 +171,8 @@ __device__ __forceinline__ void back_walk<Halves>::make_p() const {
 }
 
 /// Makes X of one half.
-template <int Halves>
-__device__ __forceinline__ void back_walk<Halves>::make_x() const {
+template <class T, int Halves>
+__device__ __forceinline__ void back_walk<T, Halves>::make_x() const {
     ring<stages> r;
     ring<dout_stages> a;
     ring<2> x;
@@ -179,8 +180,8 @@ __device__ __forceinline__ void back_walk<Halves>::make_x() const {
         wait(memory.full[r.at], r.parity);
         wait(memory.inverse_full[a.at], a.parity);
         wait(memory.x_empty[x.at], x.parity ^ 1);
-        make_one_x(memory.inverse[a.at], memory.keys[r.at], memory.gates[r.at], memory.x[x.at], memory.x_full[x.at],
-                   paired, first_half);
+        make_one_x<T>(memory.inverse[a.at], memory.keys[r.at], memory.gates[r.at], memory.x[x.at], memory.x_full[x.at],
+                      paired, first_half);
         arrive_warp(memory.x_full[x.at]);
         arrive_warp(memory.inverse_empty[a.at]);
         arrive_warp(memory.empty[r.at]);

@@ -13,42 +13,42 @@ namespace delta {
 
 /// Writes what of dO reaches the state before a chunk by reading it: scale * decay * dO. `decays(j)`: of tokens 2 j and
 /// 2 j + 1 of the thread.
-template <class F>
+template <class T, class F>
 __device__ __forceinline__ void read_tokens(std::uint32_t const (&dout)[16], F&& decays, float scale,
                                             std::uint32_t (&to)[16]) {
 #pragma unroll
     for (int j = 0; j < 16; ++j) {
         float2 const e = decays(j / 2);
-        to[j] = two_bf16(scale * e.x * low_half(dout[j]), scale * e.y * high_half(dout[j]));
+        to[j] = round_two<T>(scale * e.x * low_of<T>(dout[j]), scale * e.y * high_of<T>(dout[j]));
     }
 }
 
 /// Writes what of the gradient of a chunk's values reaches the state before it by erasing: -decay * dy.
-template <class F>
+template <class T, class F>
 __device__ __forceinline__ void erase_tokens(float const (&dy)[32], F&& decays, std::uint32_t (&to)[16]) {
 #pragma unroll
     for (int j = 0; j < 16; ++j) {
         float2 const e = decays(j / 2);
-        to[j] = two_bf16(__fmul_rn(-e.x, dy[2 * j]), __fmul_rn(-e.y, dy[2 * j + 1])); // else products are negated
+        to[j] = round_two<T>(__fmul_rn(-e.x, dy[2 * j]), __fmul_rn(-e.y, dy[2 * j + 1])); // else products are negated
     }
 }
 
 /// The gradient of a half of the state on its way back, in the registers of a warpgroup. A walk that Folds leaves
 /// nothing but the gradient before its sequence.
-template <int Halves, bool Folds>
+template <class T, int Halves, bool Folds>
 struct carried_gradient {
     static constexpr bool both = Halves == 2;
 
-    back_walk<Halves> const& walk;
+    back_walk<T, Halves> const& walk;
     int const group, own, half;   ///< of the block; of the halves here; of the state
     char* trace = walk.in.states; ///< where the gradient after the next chunk is left
     half_state s;
-    ring<back_walk<Halves>::stages> r;
-    ring<back_walk<Halves>::dout_stages> place;
+    ring<back_walk<T, Halves>::stages> r;
+    ring<back_walk<T, Halves>::dout_stages> place;
     std::uint32_t dout[16]; ///< of the next chunk
     float fading = 0;       ///< its decay of the state
 
-    __device__ carried_gradient(back_walk<Halves> const& of, int warpgroup)
+    __device__ carried_gradient(back_walk<T, Halves> const& of, int warpgroup)
         : walk(of), group(warpgroup), own(both ? warpgroup - 2 : 0), half(of.first_half + own) {}
     __device__ void await_chunk();
     __device__ void leave_trace(std::uint32_t const (&after)[32]);
@@ -56,8 +56,8 @@ struct carried_gradient {
 };
 
 /// Waits for a chunk, and takes what of it is kept in registers.
-template <int Halves, bool Folds>
-__device__ __forceinline__ void carried_gradient<Halves, Folds>::await_chunk() {
+template <class T, int Halves, bool Folds>
+__device__ __forceinline__ void carried_gradient<T, Halves, Folds>::await_chunk() {
     auto& memory = walk.memory;
     wait(memory.full[r.at], r.parity);
     wait(memory.dout_full[place.at], place.parity);
@@ -65,20 +65,20 @@ __device__ __forceinline__ void carried_gradient<Halves, Folds>::await_chunk() {
     fading = memory.gates[r.at].decay[delta_chunk - 1];
 }
 
-template <int Halves, bool Folds>
-__device__ __forceinline__ void carried_gradient<Halves, Folds>::leave_trace(std::uint32_t const (&after)[32]) {
+template <class T, int Halves, bool Folds>
+__device__ __forceinline__ void carried_gradient<T, Halves, Folds>::leave_trace(std::uint32_t const (&after)[32]) {
     if constexpr (Folds) return;
     store_trace(after, trace);
     trace -= walk.in.half_of(1, 0, 0) * (state_bytes / 2);
 }
 
 /// Carries the gradient past the chunk that `await_chunk` took, number `i` from behind, and takes the one before it.
-template <int Halves, bool Folds>
-__device__ __forceinline__ void carried_gradient<Halves, Folds>::pass_chunk(int i) {
+template <class T, int Halves, bool Folds>
+__device__ __forceinline__ void carried_gradient<T, Halves, Folds>::pass_chunk(int i) {
     auto& memory = walk.memory;
     int const at = r.at, dout_at = place.at, side = i & 1, p_at = both ? side : 0;
     std::uint32_t after[32], reading[16], erasing[16];
-    round_to_operand(s, after);
+    round_to_operand<T>(s, after);
     scale(s, fading); // while products are under way, the compiler would await them
     token_decays held;
     if constexpr (!both) load_decays(memory.gates[at], held);
@@ -88,9 +88,9 @@ __device__ __forceinline__ void carried_gradient<Halves, Folds>::pass_chunk(int 
         else
             return held[j];
     };
-    read_tokens(dout, decays, walk.in.scale, reading);
+    read_tokens<T>(dout, decays, walk.in.scale, reading);
     auto const read = [&] {
-        multiply_down(s, reading, memory.queries[at], true);
+        multiply_down<T>(s, reading, memory.queries[at], true);
         cute::warpgroup_commit_batch();
         leave_trace(after);
     };
@@ -107,15 +107,15 @@ __device__ __forceinline__ void carried_gradient<Halves, Folds>::pass_chunk(int 
     keep(dy);
     keep(s);
     cute::warpgroup_arrive();
-    multiply_along<8, both ? 0 : 2>(dy, after, memory.x[side], false);
-    multiply_down(dy, dout, memory.p[p_at], true);
+    multiply_along<T, 8, both ? 0 : 2>(dy, after, memory.x[side], false);
+    multiply_down<T>(dy, dout, memory.p[p_at], true);
     cute::warpgroup_commit_batch();
     if constexpr (!both) read();
     cute::warpgroup_wait<both ? 0 : 1>();
     keep(dy);
-    erase_tokens(dy, decays, erasing);
+    erase_tokens<T>(dy, decays, erasing);
     cute::warpgroup_arrive();
-    multiply_down<both ? 1 : 0>(s, erasing, memory.keys[at], true);
+    multiply_down<T, both ? 1 : 0>(s, erasing, memory.keys[at], true);
     cute::warpgroup_commit_batch();
     if constexpr (both) give_turn(5 - group);
     if constexpr (Folds) arrive_warp(memory.dout_empty[dout_at]); // now it is in registers for sure: see `arrive_warp`
@@ -124,7 +124,7 @@ __device__ __forceinline__ void carried_gradient<Halves, Folds>::pass_chunk(int 
     if (!both && walk.paired) arrive_warp(memory.x_empty[side], half ^ 1);
     if constexpr (!Folds) {
         std::uint32_t dv[16];
-        round_to_operand(dy, dv);
+        round_to_operand<T>(dy, dv);
         store_transposed(dv, memory.dout[dout_at][own]);
     }
     r.next();
@@ -140,10 +140,10 @@ __device__ __forceinline__ void carried_gradient<Halves, Folds>::pass_chunk(int 
 }
 
 /// Carries the gradient of a half of the state, by warpgroup `group` of the block.
-template <int Halves>
+template <class T, int Halves>
 template <bool Folds>
-__device__ __forceinline__ void back_walk<Halves>::carry_gradient(int group) const {
-    carried_gradient<Halves, Folds> gradient(*this, group);
+__device__ __forceinline__ void back_walk<T, Halves>::carry_gradient(int group) const {
+    carried_gradient<T, Halves, Folds> gradient(*this, group);
     load_state(in.initial ? in.initial + in.given_of(number, head) : nullptr, in.dims, gradient.half, gradient.s);
     if constexpr (!Folds)
         gradient.trace += in.half_of(sequence.first_chunk + chunks - 1, head, gradient.half) * (state_bytes / 2);
@@ -181,9 +181,9 @@ __device__ __forceinline__ void begin_walk_back(dstate_memory<Halves>& memory, b
 /// one for each half that stores and, of one half, one that completes gates; a warpgroup each for P, X and the
 /// gradient of a half, or one for P and X and one each for the gradients of both halves. One that Folds leaves nothing
 /// but the gradient before the sequence.
-template <int Halves, bool Folds = false>
+template <class T, int Halves, bool Folds = false>
 __device__ __forceinline__ void walk_back(CUtensorMap const& queries, CUtensorMap const& keys, CUtensorMap const& dout,
-                                          CUtensorMap const& dvalues, delta_walk const& in, delta_dvalues const& to,
+                                          CUtensorMap const& dvalues, delta_walk const& in, delta_dvalues<T> const& to,
                                           int block) {
     using layout = dstate_memory<Halves>;
     auto& memory = shared_memory<layout>();
@@ -196,7 +196,7 @@ __device__ __forceinline__ void walk_back(CUtensorMap const& queries, CUtensorMa
     int const head = block * Halves / 2 % heads, number = block * Halves / 2 / heads;
     delta_sequence const sequence = in.plan.sequences[number];
     int const chunks = sequence.chunks, group = static_cast<int>(threadIdx.x) / 128;
-    back_walk<Halves> const walk{in, memory, heads, first_half, head, number, sequence, chunks, paired};
+    back_walk<T, Halves> const walk{in, memory, heads, first_half, head, number, sequence, chunks, paired};
     if (group == 0) {
         cutlass::arch::warpgroup_reg_dealloc<40>();
         int const warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
@@ -237,21 +237,21 @@ constexpr int delta_walks_blocks = Erases ? 1 : 2;
 ///
 /// One that Folds makes no more on its way back than the gradients before sequences, `back.last`, that their outputs
 /// alone make; where nothing is erased `delta_rule_fold` does.
-template <int Halves, bool Erases, bool Folds = false>
+template <class T, int Halves, bool Erases, bool Folds = false>
 static __global__ void __launch_bounds__(delta_walks_threads<Erases>, delta_walks_blocks<Erases>)
     delta_rule_walks(__grid_constant__ CUtensorMap const queries, __grid_constant__ CUtensorMap const keys,
                      __grid_constant__ CUtensorMap const values, __grid_constant__ CUtensorMap const dout,
                      __grid_constant__ CUtensorMap const dvalues, delta_walk const along, delta_walk const back,
-                     delta_dvalues const to, int backs) {
+                     delta_dvalues<T> const to, int backs) {
     static_assert(Erases || !Folds);
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     int const block = static_cast<int>(blockIdx.x);
     if (block >= backs)
-        delta::walk_along<true, Halves, Erases>(keys, values, along, backs);
+        delta::walk_along<T, true, Halves, Erases>(keys, values, along, backs);
     else if constexpr (Erases)
-        delta::walk_back<Halves, Folds>(queries, keys, dout, dvalues, back, to, block); // which takes longer
+        delta::walk_back<T, Halves, Folds>(queries, keys, dout, dvalues, back, to, block); // which takes longer
     else
-        delta::walk_along<true, Halves, false, true>(queries, dout, back, 0);
+        delta::walk_along<T, true, Halves, false, true>(queries, dout, back, 0);
 #endif
 }
 

@@ -13,12 +13,12 @@ namespace cpx::kernels {
 /// their order: the grid's size changes no bit. Blocks of 512 threads: a warp that loads, two that multiply states, one
 /// that stores gradients and makes those of the gates; a warpgroup for Y and dX, one for dQ and dK, one for tokens by
 /// tokens. Where nothing is erased a warpgroup each for dK, dQ and, with tokens by tokens, dV.
-template <bool Erases>
+template <class T, bool Erases>
 static __global__ void __launch_bounds__(512, 1)
     delta_rule_grad(__grid_constant__ CUtensorMap const queries, __grid_constant__ CUtensorMap const keys,
                     __grid_constant__ CUtensorMap const values, __grid_constant__ CUtensorMap const dout,
                     __grid_constant__ CUtensorMap const dvalues, __grid_constant__ CUtensorMap const dqueries,
-                    __grid_constant__ CUtensorMap const dkeys, delta_gradients const in) {
+                    __grid_constant__ CUtensorMap const dkeys, delta_gradients<T> const in) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     using namespace delta;
     auto* memory = &shared_memory<grad_memory>();
@@ -39,7 +39,7 @@ static __global__ void __launch_bounds__(512, 1)
     }
     __syncthreads();
     auto const as = [&](auto&& role) { // or what roles know alike would be kept in registers from here on
-        grad_block<Erases> block{in, memory};
+        grad_block<T, Erases> block{in, memory};
         role(block);
     };
     int const group = static_cast<int>(threadIdx.x) / 128, warp = static_cast<int>(threadIdx.x) / 32;

@@ -21,15 +21,16 @@
 namespace cpx::kernels {
 
 /// What `delta_rule_grad` reads besides its tensor maps, and writes.
+template <class T>
 struct delta_gradients {
     delta_plan plan;
     delta_prepared prepared;
     char const *states, *dstates; ///< of the walks: before chunks, and gradients after them
-    delta_head_rows dq, dk;       ///< of key heads
+    delta_head_rows<T> dq, dk;    ///< of key heads
     delta_rows<float> dg, dbeta;  ///< (tokens, value heads)
     int key_heads, group;
     float scale;
-    delta_head_rows dv{};            ///< of value heads, where nothing is erased; else a walk has made them
+    delta_head_rows<T> dv{};         ///< of value heads, where nothing is erased; else a walk has made them
     bool first_chunks_first = false; ///< of a sequence; else the last ones, as the walk back ends last
     delta_share share{};             ///< of all tasks
 };
@@ -103,6 +104,7 @@ __device__ __forceinline__ void load_tokens(barrier& full, barrier& landed, int&
 
 /// Of rows of x and y, operands of 16 rows a warp, the products x_i . y_i: by tensor cores, as a diagonal, of which a
 /// lane of a row's four has the sum; the others have what says nothing.
+template <class T>
 struct row_products {
     float upper[4] = {}, lower[4] = {}; ///< of rows 0 to 7, and 8 to 15
 
@@ -121,23 +123,24 @@ struct row_products {
     static __device__ __forceinline__ bool second() { return threadIdx.x / 4 % 2; }
     static __device__ __forceinline__ void multiply(float (&sum)[4], std::uint32_t const* x, std::uint32_t y0,
                                                     std::uint32_t y1) {
-        cute::SM80_16x8x16_F32BF16BF16F32_TN::fma(sum[0], sum[1], sum[2], sum[3], x[0], x[1], x[2], x[3], y0, y1,
-                                                  sum[0], sum[1], sum[2], sum[3]);
+        products<T>::warp::fma(sum[0], sum[1], sum[2], sum[3], x[0], x[1], x[2], x[3], y0, y1, sum[0], sum[1], sum[2],
+                               sum[3]);
     }
 };
 
 /// Adds f (S x_i) to the rows of sum for the 64 tokens x_i of a chunk, and returns what f (S x_i) . other_i adds up to,
 /// by lanes as `row_products` has it: from S x_i rounded.
+template <class T>
 __device__ __forceinline__ void add_states(float (&sum)[64], float (&along)[2], char const* x, char const* state,
                                            char const* other, float const (&f)[2]) {
-    row_products products;
+    row_products<T> products;
     int const place = place_straight(0, thread_again());
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         float product[32];
         keep(product);
         cute::warpgroup_arrive();
-        multiply_values(product, x, state + half * 8 * 128);
+        multiply_values<T>(product, x, state + half * 8 * 128);
         cute::warpgroup_commit_batch();
         cute::warpgroup_wait<0>();
         keep(product);
@@ -148,7 +151,7 @@ __device__ __forceinline__ void add_states(float (&sum)[64], float (&along)[2], 
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 int const at = 8 * k + 2 * i;
-                rounded[i] = two_bf16(product[at], product[at + 1]);
+                rounded[i] = round_two<T>(product[at], product[at + 1]);
                 sum[32 * half + at] = fmaf(f[i % 2], product[at], sum[32 * half + at]);
                 sum[32 * half + at + 1] = fmaf(f[i % 2], product[at + 1], sum[32 * half + at + 1]);
             }
@@ -160,13 +163,14 @@ __device__ __forceinline__ void add_states(float (&sum)[64], float (&along)[2], 
 }
 
 /// Rounds 64 rows of 128 to two panels, by a warpgroup, for the warp that stores them, which `full` tells.
+template <class T>
 __device__ __forceinline__ void put_gradient(float const (&sum)[64], char* panels, barrier& full) {
     unsigned const thread = thread_again();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         std::uint32_t words[16];
 #pragma unroll
-        for (int i = 0; i < 16; ++i) words[i] = two_bf16(sum[32 * half + 2 * i], sum[32 * half + 2 * i + 1]);
+        for (int i = 0; i < 16; ++i) words[i] = round_two<T>(sum[32 * half + 2 * i], sum[32 * half + 2 * i + 1]);
         store_operand(words, panels + half * panel_bytes, thread);
     }
     cutlass::arch::fence_view_async_shared();
@@ -190,9 +194,9 @@ struct below_diagonal {
 };
 
 /// What a thread of `delta_rule_grad` knows, and what it does, by its role.
-template <bool Erases>
+template <class T, bool Erases>
 struct grad_block {
-    delta_gradients const& in;
+    delta_gradients<T> const& in;
     grad_memory* memory;
     int const heads = in.key_heads * in.group;
     unsigned const thread = thread_again();
@@ -238,7 +242,7 @@ struct grad_block {
     __device__ void load(CUtensorMap const& queries, CUtensorMap const& keys, CUtensorMap const& values,
                          CUtensorMap const& dout, CUtensorMap const& dvalues);
     __device__ void multiply_states();
-    __device__ void store(CUtensorMap const& map, delta_head_rows const& to, char const* panels, int head,
+    __device__ void store(CUtensorMap const& map, delta_head_rows<T> const& to, char const* panels, int head,
                           barrier& full, int parity);
     __device__ void write_gates(CUtensorMap const& dqueries, CUtensorMap const& dkeys, CUtensorMap const& dvalues);
     // A warpgroup each:

@@ -9,9 +9,9 @@ namespace cpx::kernels::delta {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
 /// dK, of dS' and values, or dQ, of S and dO.
-template <bool Erases>
+template <class T, bool Erases>
 template <bool OfKeys>
-__device__ __forceinline__ void grad_block<Erases>::write_sums() {
+__device__ __forceinline__ void grad_block<T, Erases>::write_sums() {
     float sum[64];
     each(
         [&] {
@@ -30,9 +30,9 @@ __device__ __forceinline__ void grad_block<Erases>::write_sums() {
                                    : in.scale * power_of_two(gates.sum[row + 8 * i]);
             float along[2];
             if constexpr (OfKeys)
-                add_states(sum, along, memory->values, memory->dstate, keys(), factor);
+                add_states<T>(sum, along, memory->values, memory->dstate, keys(), factor);
             else
-                add_states(sum, along, memory->dout, memory->state, memory->queries, factor);
+                add_states<T>(sum, along, memory->dout, memory->state, memory->queries, factor);
             arrive_warp(memory->prepared_empty[turn & 1]); // the factors have been used
             arrive_warp(OfKeys ? memory->dstate_empty : memory->state_empty);
             arrive_warp(memory->values_empty);
@@ -42,9 +42,9 @@ __device__ __forceinline__ void grad_block<Erases>::write_sums() {
             keep(sum);
             cute::warpgroup_arrive();
             if constexpr (OfKeys)
-                multiply_panels<Major::K, Major::MN, 4>(sum, memory->dscores, memory->queries, true);
+                multiply_panels<T, Major::K, Major::MN, 4>(sum, memory->dscores, memory->queries, true);
             else
-                multiply_panels<Major::MN, Major::MN, 4>(sum, memory->dscores, keys(), true);
+                multiply_panels<T, Major::MN, Major::MN, 4>(sum, memory->dscores, keys(), true);
             cute::warpgroup_commit_batch();
             cute::warpgroup_wait<0>();
             keep(sum);
@@ -53,13 +53,13 @@ __device__ __forceinline__ void grad_block<Erases>::write_sums() {
         },
         [&] {
             wait(memory->stored, task_turn & 1 ^ 1);
-            put_gradient(sum, OfKeys ? memory->dx : memory->inverse[0], OfKeys ? memory->dk_full : memory->dq_full);
+            put_gradient<T>(sum, OfKeys ? memory->dx : memory->inverse[0], OfKeys ? memory->dk_full : memory->dq_full);
         });
 }
 
 /// B, P and E, and dV.
-template <bool Erases>
-__device__ __forceinline__ void grad_block<Erases>::write_values() {
+template <class T, bool Erases>
+__device__ __forceinline__ void grad_block<T, Erases>::write_values() {
     below_diagonal const below(warp, lane);
     float b[32]; // B^T, and so are P and E
     each(
@@ -67,7 +67,7 @@ __device__ __forceinline__ void grad_block<Erases>::write_values() {
             wait(memory->queries_full, task_turn & 1);
             keep(b);
             cute::warpgroup_arrive();
-            multiply_panels<Major::K, Major::K, 8>(b, keys(), memory->queries, false);
+            multiply_panels<T, Major::K, Major::K, 8>(b, keys(), memory->queries, false);
             cute::warpgroup_commit_batch();
             cute::warpgroup_wait<0>();
             keep(b);
@@ -81,7 +81,7 @@ __device__ __forceinline__ void grad_block<Erases>::write_values() {
                 float e[32];
                 keep(e);
                 cute::warpgroup_arrive();
-                multiply_panels<Major::K, Major::K, 8>(e, memory->values, memory->dout, false);
+                multiply_panels<T, Major::K, Major::K, 8>(e, memory->values, memory->dout, false);
                 cute::warpgroup_commit_batch();
                 cute::warpgroup_wait<0>();
                 keep(e);
@@ -107,7 +107,7 @@ __device__ __forceinline__ void grad_block<Erases>::write_values() {
             wait(memory->dstate_full, turn & 1);
             keep(dv);
             cute::warpgroup_arrive();
-            multiply_keys(dv, keys(), memory->dstate);
+            multiply_keys<T>(dv, keys(), memory->dstate);
             cute::warpgroup_commit_batch();
             float const onward[2] = {power_of_two(last - g[0]), power_of_two(last - g[1])};
             arrive_warp(memory->prepared_empty[turn & 1]);
@@ -118,13 +118,13 @@ __device__ __forceinline__ void grad_block<Erases>::write_values() {
             for (int i = 0; i < 64; ++i) dv[i] *= onward[i / 2 % 2];
             keep(dv);
             cute::warpgroup_arrive();
-            multiply_panels<Major::K, Major::MN, 4>(dv, memory->scores, memory->dout, true);
+            multiply_panels<T, Major::K, Major::MN, 4>(dv, memory->scores, memory->dout, true);
             cute::warpgroup_commit_batch();
             cute::warpgroup_wait<0>();
             keep(dv);
             arrive_warp(memory->values_empty);
             wait(memory->dv_empty, turn & 1 ^ 1);
-            put_gradient(dv, memory->dy, memory->dv_full);
+            put_gradient<T>(dv, memory->dy, memory->dv_full);
         },
         nothing);
 }

@@ -9,8 +9,8 @@ namespace cpx::kernels::delta {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
 /// Writes what the task of a number is, when the walks have come so far.
-template <bool Erases>
-__device__ __forceinline__ void grad_block<Erases>::take(int number) {
+template <class T, bool Erases>
+__device__ __forceinline__ void grad_block<T, Erases>::take(int number) {
     if (number >= delta_share::tasks(in.plan, in.key_heads, in.share.last)) {
         task().n = 0;
         return;
@@ -30,10 +30,10 @@ __device__ __forceinline__ void grad_block<Erases>::take(int number) {
 }
 
 /// Takes tasks as they come, and loads all.
-template <bool Erases>
-__device__ __forceinline__ void grad_block<Erases>::load(CUtensorMap const& queries, CUtensorMap const& keys,
-                                                         CUtensorMap const& values, CUtensorMap const& dout,
-                                                         CUtensorMap const& dvalues) {
+template <class T, bool Erases>
+__device__ __forceinline__ void grad_block<T, Erases>::load(CUtensorMap const& queries, CUtensorMap const& keys,
+                                                            CUtensorMap const& values, CUtensorMap const& dout,
+                                                            CUtensorMap const& dvalues) {
     int landings = 0;
     int const first = delta_share::tasks(in.plan, in.key_heads, in.share.first);
     auto const next = [&] {
@@ -106,8 +106,8 @@ __device__ __forceinline__ void grad_block<Erases>::load(CUtensorMap const& quer
 }
 
 /// Half of <S, dS'>.
-template <bool Erases>
-__device__ __forceinline__ void grad_block<Erases>::multiply_states() {
+template <class T, bool Erases>
+__device__ __forceinline__ void grad_block<T, Erases>::multiply_states() {
     each(
         nothing,
         [&](char*, delta_gates&) {
@@ -119,7 +119,7 @@ __device__ __forceinline__ void grad_block<Erases>::multiply_states() {
                 uint4 const a = reinterpret_cast<uint4 const*>(memory->state)[i];
                 uint4 const b = reinterpret_cast<uint4 const*>(memory->dstate)[i];
                 auto const add = [&](std::uint32_t x, std::uint32_t y) {
-                    sum = fmaf(high_half(x), high_half(y), fmaf(low_half(x), low_half(y), sum));
+                    sum = fmaf(high_of<T>(x), high_of<T>(y), fmaf(low_of<T>(x), low_of<T>(y), sum));
                 };
                 add(a.x, b.x), add(a.y, b.y), add(a.z, b.z), add(a.w, b.w);
             }
@@ -135,9 +135,9 @@ __device__ __forceinline__ void grad_block<Erases>::multiply_states() {
 }
 
 /// Stores a task's gradient, of a head, when the panels have it; returns when they have been read.
-template <bool Erases>
-__device__ __forceinline__ void grad_block<Erases>::store(CUtensorMap const& map, delta_head_rows const& to,
-                                                          char const* panels, int head, barrier& full, int parity) {
+template <class T, bool Erases>
+__device__ __forceinline__ void grad_block<T, Erases>::store(CUtensorMap const& map, delta_head_rows<T> const& to,
+                                                             char const* panels, int head, barrier& full, int parity) {
     wait(full, parity);
 #pragma unroll 1
     for (int i = 0; i < 2; ++i) store_rows(map, to, panels + i * panel_bytes, head, i, task().begin, task().n);
@@ -145,9 +145,9 @@ __device__ __forceinline__ void grad_block<Erases>::store(CUtensorMap const& map
 }
 
 /// Gradients of the gates, of two tokens a lane; and stores the others.
-template <bool Erases>
-__device__ __forceinline__ void grad_block<Erases>::write_gates(CUtensorMap const& dqueries, CUtensorMap const& dkeys,
-                                                                CUtensorMap const& dvalues) {
+template <class T, bool Erases>
+__device__ __forceinline__ void
+grad_block<T, Erases>::write_gates(CUtensorMap const& dqueries, CUtensorMap const& dkeys, CUtensorMap const& dvalues) {
     auto const store_queries = [&](char const* panels, barrier& stored) {
         store(dqueries, in.dq, panels, task().head, memory->dq_full, task_turn & 1);
         arrive_warp(stored);

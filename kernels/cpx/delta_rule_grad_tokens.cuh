@@ -10,12 +10,14 @@ namespace cpx::kernels::delta {
 
 /// Sums of rows to their ends: `across` of column t is the sum over rows j < t, of a thread's two, of x_ji over i >= t.
 /// x: 64 x 64, 16 rows a warp, as an operand. By products with ones.
+template <class T>
 __device__ __forceinline__ void add_across(std::uint32_t const (&x)[16], float (&across)[16]) {
     unsigned const thread = thread_again();
     int const warp = int(thread / 32 % 4), down = int(thread % 32 / 4), two = int(thread % 4 * 2);
-    std::uint32_t const ones = 0x3f803f80u, from = (two < down ? 0u : 0x3f80u) | (two + 1 < down ? 0u : 0x3f800000u);
+    constexpr std::uint32_t one = std::is_same_v<T, __half> ? 0x3c00u : 0x3f80u, ones = one << 16 | one;
+    std::uint32_t const from = (two < down ? 0u : one) | (two + 1 < down ? 0u : one << 16);
     auto const add = [&](float(&sum)[4], int k, std::uint32_t b0, std::uint32_t b1) {
-        row_products::multiply(sum, x + 4 * k, b0, b1);
+        row_products<T>::multiply(sum, x + 4 * k, b0, b1);
     };
     float all[4] = {};
 #pragma unroll
@@ -56,10 +58,10 @@ __device__ __forceinline__ void store_symmetric(std::uint32_t const (&x)[16], ch
 
 /// Calls `put(i, decays, round)` for every word i of what is upper triangular, and decays: two factors, which the scale
 /// is in but for its sign; `round(x, y)` makes the word, with that, of what they have been applied to.
-template <bool Erases>
+template <class T, bool Erases>
 template <class F>
-__device__ __forceinline__ void grad_block<Erases>::weigh(delta_gates const& gates, below_diagonal const& below,
-                                                          F&& put) const {
+__device__ __forceinline__ void grad_block<T, Erases>::weigh(delta_gates const& gates, below_diagonal const& below,
+                                                             F&& put) const {
     // the scale as a power of two, and its sign
     float const power = __log2f(fabsf(in.scale)), g[2] = {power - gates.sum[row], power - gates.sum[row + 8]};
     std::uint32_t const sign = in.scale < 0 ? 0x80008000u : 0u;
@@ -67,33 +69,33 @@ __device__ __forceinline__ void grad_block<Erases>::weigh(delta_gates const& gat
     for (int i = 0; i < 16; ++i) {
         float2 const sum = *reinterpret_cast<float2 const*>(gates.sum + 8 * (i / 2) + lane % 4 * 2);
         float2 const decays{power_of_two(sum.x + g[i % 2]), power_of_two(sum.y + g[i % 2])};
-        put(i, decays, [&](float x, float y) { return two_bf16(x, y) & ~below[i] ^ sign; });
+        put(i, decays, [&](float x, float y) { return round_two<T>(x, y) & ~below[i] ^ sign; });
     }
 }
 
 /// What H^T, times diag(b), adds up to for dg.
-template <bool Erases>
-__device__ __forceinline__ void grad_block<Erases>::put_across(std::uint32_t const (&h)[16]) const {
+template <class T, bool Erases>
+__device__ __forceinline__ void grad_block<T, Erases>::put_across(std::uint32_t const (&h)[16]) const {
     float across[16];
-    add_across(h, across);
+    add_across<T>(h, across);
     float2 const sums = add_columns(across);
     wait(memory->sums_empty, turn & 1 ^ 1);
     reinterpret_cast<float2*>(memory->across[warp])[lane] = sums;
 }
 
 /// B^T, and of K K^T what is below its diagonal, of a task.
-template <bool Erases>
-__device__ __forceinline__ void grad_block<Erases>::multiply_rows(std::uint32_t (&squares)[16],
-                                                                  below_diagonal const& below) {
+template <class T, bool Erases>
+__device__ __forceinline__ void grad_block<T, Erases>::multiply_rows(std::uint32_t (&squares)[16],
+                                                                     below_diagonal const& below) {
     float b[32], kk[32];
     keep(kk);
     cute::warpgroup_arrive();
-    multiply_panels<Major::K, Major::K, 8>(kk, keys(), keys(), false);
+    multiply_panels<T, Major::K, Major::K, 8>(kk, keys(), keys(), false);
     cute::warpgroup_commit_batch();
     wait(memory->queries_full, task_turn & 1);
     keep(b);
     cute::warpgroup_arrive();
-    multiply_panels<Major::K, Major::K, 8>(b, keys(), memory->queries, false);
+    multiply_panels<T, Major::K, Major::K, 8>(b, keys(), memory->queries, false);
     cute::warpgroup_commit_batch();
     cute::warpgroup_wait<0>();
     keep(kk);
@@ -102,8 +104,8 @@ __device__ __forceinline__ void grad_block<Erases>::multiply_rows(std::uint32_t 
     std::uint32_t words[16];
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
-        squares[i] = two_bf16(kk[2 * i], kk[2 * i + 1]) & below[i];
-        words[i] = two_bf16(b[2 * i], b[2 * i + 1]) & ~below[i];
+        squares[i] = round_two<T>(kk[2 * i], kk[2 * i + 1]) & below[i];
+        words[i] = round_two<T>(b[2 * i], b[2 * i + 1]) & ~below[i];
     }
     join_group(group);                                    // the task before has read it
     store_operand(words, memory->scores, thread_again()); // once a task: no registers for places
@@ -112,19 +114,19 @@ __device__ __forceinline__ void grad_block<Erases>::multiply_rows(std::uint32_t 
 }
 
 /// E^T, in `words`, and diag(b) E^T, in shared memory, and with B A, `h`.
-template <bool Erases>
+template <class T, bool Erases>
 __device__ __forceinline__ void
-grad_block<Erases>::multiply_outputs(delta_gates const& gates, char const* inverse, below_diagonal const& below,
-                                     std::uint32_t (&words)[16], std::uint32_t (&h)[16]) const {
+grad_block<T, Erases>::multiply_outputs(delta_gates const& gates, char const* inverse, below_diagonal const& below,
+                                        std::uint32_t (&words)[16], std::uint32_t (&h)[16]) const {
     float ba[32], e[32]; // (B A)^T
     keep(ba);
     cute::warpgroup_arrive();
-    multiply_squares<Major::MN, Major::MN, true>(ba, inverse, memory->scores);
+    multiply_squares<T, Major::MN, Major::MN, true>(ba, inverse, memory->scores);
     cute::warpgroup_commit_batch();
     wait(memory->y_full, turn & 1);
     keep(e);
     cute::warpgroup_arrive();
-    multiply_panels<Major::K, Major::K, 8>(e, memory->values, memory->dout, false);
+    multiply_panels<T, Major::K, Major::K, 8>(e, memory->values, memory->dout, false);
     cute::warpgroup_commit_batch();
     cute::warpgroup_wait<0>();
     keep(ba);
@@ -147,37 +149,38 @@ grad_block<Erases>::multiply_outputs(delta_gates const& gates, char const* inver
 }
 
 /// N^T, as an operand, of E^T; and what A.(K dX^T) and A.N add up to along columns.
-template <bool Erases>
-__device__ __forceinline__ void grad_block<Erases>::multiply_n(char const* inverse, std::uint32_t (&words)[16]) const {
+template <class T, bool Erases>
+__device__ __forceinline__ void grad_block<T, Erases>::multiply_n(char const* inverse,
+                                                                  std::uint32_t (&words)[16]) const {
     wait(memory->dx_full, turn & 1);
     float n[32];
     keep(n);
     cute::warpgroup_arrive();
-    multiply_panels<Major::K, Major::K, 8>(n, memory->dx, keys(), false);
+    multiply_panels<T, Major::K, Major::K, 8>(n, memory->dx, keys(), false);
     cute::warpgroup_commit_batch();
     std::uint32_t a[16], rounded[16];
     load_triangle_transposed(inverse, a, thread_again());
     cute::warpgroup_wait<0>();
     keep(n);
-    round_to_operand(n, rounded);
+    round_to_operand<T>(n, rounded);
     keep(n);
     cute::warpgroup_arrive();
-    multiply_along<4>(n, words, memory->scores, true);
+    multiply_along<T, 4>(n, words, memory->scores, true);
     cute::warpgroup_commit_batch();
-    row_products t, own;
+    row_products<T> t, own;
     t.add_all(rounded, a);
     cute::warpgroup_wait<0>();
     keep(n);
     arrive_warp(memory->dx_empty);
-    round_to_operand(n, words);
+    round_to_operand<T>(n, words);
     own.add_all(words, a);
     put_rows(t.first(), t.last(), memory->t);
     put_rows(own.first(), own.last(), memory->own);
 }
 
 /// B, E, dB, N and Z, and of the gates' gradients what they give.
-template <bool Erases>
-__device__ __forceinline__ void grad_block<Erases>::multiply_tokens() {
+template <class T, bool Erases>
+__device__ __forceinline__ void grad_block<T, Erases>::multiply_tokens() {
     below_diagonal const below(warp, lane);
     std::uint32_t squares[16]; // K K^T
     each([&] { multiply_rows(squares, below); },
@@ -189,42 +192,42 @@ __device__ __forceinline__ void grad_block<Erases>::multiply_tokens() {
              float x[32];
              keep(x);
              cute::warpgroup_arrive();
-             multiply_squares<Major::K, Major::MN, true>(x, inverse, memory->e); // dB^T
+             multiply_squares<T, Major::K, Major::MN, true>(x, inverse, memory->e); // dB^T
              cute::warpgroup_commit_batch();
              put_across(h);
              cute::warpgroup_wait<0>();
              keep(x);
 #pragma unroll
-             for (int i = 0; i < 16; ++i) rounded[i] = two_bf16(x[2 * i], x[2 * i + 1]) & ~below[i];
+             for (int i = 0; i < 16; ++i) rounded[i] = round_two<T>(x[2 * i], x[2 * i + 1]) & ~below[i];
              store_operand(rounded, memory->dscores); // read before, as Z was
              cutlass::arch::fence_view_async_shared();
              arrive_warp(memory->dscores_full);
              multiply_n(inverse, words);
              keep(x);
              cute::warpgroup_arrive();
-             multiply_triangle(x, words, inverse, false); // N^T A
+             multiply_triangle<T>(x, words, inverse, false); // N^T A
              cute::warpgroup_commit_batch();
-             std::uint32_t b[2] = {twice_bf16(gates.beta[row]), twice_bf16(gates.beta[row + 8])};
+             std::uint32_t b[2] = {round_twice<T>(gates.beta[row]), round_twice<T>(gates.beta[row + 8])};
              cute::warpgroup_wait<0>();
              keep(x);
 #pragma unroll
-             for (int i = 0; i < 16; ++i) words[i] = multiply_two(two_bf16(x[2 * i], x[2 * i + 1]), b[i % 2]);
+             for (int i = 0; i < 16; ++i) words[i] = multiply_two<T>(round_two<T>(x[2 * i], x[2 * i + 1]), b[i % 2]);
              join_group(group); // E has been read
              store_operand(words, memory->e);
              cutlass::arch::fence_view_async_shared();
              join_group(group);
              keep(x);
              cute::warpgroup_arrive();
-             multiply_squares<Major::MN, Major::K, false>(x, memory->e, inverse); // A^T N A'^T
+             multiply_squares<T, Major::MN, Major::K, false>(x, memory->e, inverse); // A^T N A'^T
              cute::warpgroup_commit_batch();
              cute::warpgroup_wait<0>();
              keep(x);
-             row_products products;
-             round_to_operand(x, words);
+             row_products<T> products;
+             round_to_operand<T>(x, words);
              products.add_all(words, squares);
              b[0] ^= 0x80008000u, b[1] ^= 0x80008000u;
 #pragma unroll
-             for (int i = 0; i < 16; ++i) words[i] = multiply_two(words[i], b[i % 2]) & below[i];
+             for (int i = 0; i < 16; ++i) words[i] = multiply_two<T>(words[i], b[i % 2]) & below[i];
              join_group(group); // N^T A has been read
              store_symmetric(words, memory->e);
              cutlass::arch::fence_view_async_shared();

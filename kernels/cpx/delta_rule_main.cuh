@@ -30,8 +30,9 @@ struct main_memory : erasing_memory<Erases, 3> {
 } // namespace delta
 
 /// What `delta_rule_main` writes, of value heads.
+template <class T>
 struct delta_output {
-    delta_head_rows rows;
+    delta_head_rows<T> rows;
     delta_share share; ///< all, if the walk's `last` is wanted of these blocks
     bool after_state;  ///< launched early after `delta_rule_state`, whose flags it awaits; else after all before it
 };
@@ -58,7 +59,7 @@ __device__ __forceinline__ void begin_main(main_memory<Erases>& memory) {
 }
 
 /// A stretch and value head, and what does not carry their state in it, by its role.
-template <bool Erases>
+template <class T, bool Erases>
 struct main_block {
     static constexpr int stages = static_cast<int>(main_memory<Erases>::stages);
 
@@ -72,12 +73,12 @@ struct main_block {
     __device__ void load_keys(CUtensorMap const& queries, CUtensorMap const& keys, barrier& full, int at, int c) const;
     __device__ void load(CUtensorMap const& queries, CUtensorMap const& keys, CUtensorMap const& values) const;
     // For a warp that stores:
-    __device__ void store(CUtensorMap const& outputs, delta_output const& to, int half) const;
+    __device__ void store(CUtensorMap const& outputs, delta_output<T> const& to, int half) const;
     // A warpgroup:
     __device__ void make_p() const;
     // For a warpgroup that carries half the state, or would, where heads have no channels of that half:
     __device__ void pass(int group) const;
-    __device__ void carry(delta_stretch const& stretch, delta_output const& to, int group) const;
+    __device__ void carry(delta_stretch const& stretch, delta_output<T> const& to, int group) const;
     __device__ void erase_and_read(half_state& s, std::uint32_t const (&f)[32], std::uint32_t const (&v)[16], int at,
                                    int i, int group, float (&o)[32], std::uint32_t (&y)[16]) const;
     __device__ void write_and_read(half_state& s, std::uint32_t const (&f)[32], std::uint32_t const (&v)[16], int at,
@@ -85,9 +86,9 @@ struct main_block {
 };
 
 /// Asks for a chunk's queries, keys and gates, and A, by a thread.
-template <bool Erases>
-__device__ __forceinline__ void main_block<Erases>::load_keys(CUtensorMap const& queries, CUtensorMap const& keys,
-                                                              barrier& full, int at, int c) const {
+template <class T, bool Erases>
+__device__ __forceinline__ void main_block<T, Erases>::load_keys(CUtensorMap const& queries, CUtensorMap const& keys,
+                                                                 barrier& full, int at, int c) const {
     int const row = sequence.chunk_begin(c);
     full.arrive_and_expect_tx(4 * panel_bytes + (Erases ? triangle_bytes : 0));
     load_panels<2>(queries, full, memory.queries[at], head / in.group, row);
@@ -98,9 +99,9 @@ __device__ __forceinline__ void main_block<Erases>::load_keys(CUtensorMap const&
 }
 
 /// Loads a stretch, by a warp.
-template <bool Erases>
-__device__ __forceinline__ void main_block<Erases>::load(CUtensorMap const& queries, CUtensorMap const& keys,
-                                                         CUtensorMap const& values) const {
+template <class T, bool Erases>
+__device__ __forceinline__ void main_block<T, Erases>::load(CUtensorMap const& queries, CUtensorMap const& keys,
+                                                            CUtensorMap const& values) const {
     int const lane = static_cast<int>(threadIdx.x) % 32;
     ring<stages> r;
     for (int c = first, landings = 0; c < last; ++c, r.next()) {
@@ -131,9 +132,9 @@ __device__ __forceinline__ void main_block<Erases>::load(CUtensorMap const& quer
 }
 
 /// Stores the outputs of half the channels, by a warp.
-template <bool Erases>
-__device__ __forceinline__ void main_block<Erases>::store(CUtensorMap const& outputs, delta_output const& to,
-                                                          int half) const {
+template <class T, bool Erases>
+__device__ __forceinline__ void main_block<T, Erases>::store(CUtensorMap const& outputs, delta_output<T> const& to,
+                                                             int half) const {
     ring<stages> r;
     for (int c = first; c < last; ++c, r.next()) {
         int const begin = sequence.chunk_begin(c), n = sequence.chunk_end(c) - begin;
@@ -145,8 +146,8 @@ __device__ __forceinline__ void main_block<Erases>::store(CUtensorMap const& out
 }
 
 /// Makes P, and X unless nothing is erased.
-template <bool Erases>
-__device__ __forceinline__ void main_block<Erases>::make_p() const {
+template <class T, bool Erases>
+__device__ __forceinline__ void main_block<T, Erases>::make_p() const {
     ring<stages> r;
     ring<2> b;
     for (int c = first; c < last; ++c, r.next(), b.next()) {
@@ -154,10 +155,10 @@ __device__ __forceinline__ void main_block<Erases>::make_p() const {
         std::uint32_t words[16];
         char const* inverse = nullptr;
         if constexpr (Erases) inverse = memory.inverse[r.at];
-        compute_p<Erases>(memory.queries[r.at], memory.keys[r.at], inverse, memory.gates[r.at], in.scale, words,
-                          [&] { wait(memory.aux_empty[b.at], b.parity ^ 1); });
+        compute_p<T, Erases>(memory.queries[r.at], memory.keys[r.at], inverse, memory.gates[r.at], in.scale, words,
+                             [&] { wait(memory.aux_empty[b.at], b.parity ^ 1); });
         store_operand(words, memory.p[b.at]);
-        if constexpr (Erases) compute_x(inverse, memory.keys[r.at], memory.gates[r.at], memory.x[b.at]);
+        if constexpr (Erases) compute_x<T>(inverse, memory.keys[r.at], memory.gates[r.at], memory.x[b.at]);
         cutlass::arch::fence_view_async_shared();
         arrive_warp(memory.aux_full[b.at]);
         arrive_warp(memory.empty[r.at]);
@@ -165,30 +166,30 @@ __device__ __forceinline__ void main_block<Erases>::make_p() const {
 }
 
 /// Makes Y, takes the state over a chunk, and computes what queries read of the state before it, f.
-template <bool Erases>
+template <class T, bool Erases>
 __device__ __forceinline__ void
-main_block<Erases>::erase_and_read(half_state& s, std::uint32_t const (&f)[32], std::uint32_t const (&v)[16], int at,
-                                   int i, int group, float (&o)[32], std::uint32_t (&y)[16]) const {
+main_block<T, Erases>::erase_and_read(half_state& s, std::uint32_t const (&f)[32], std::uint32_t const (&v)[16], int at,
+                                      int i, int group, float (&o)[32], std::uint32_t (&y)[16]) const {
     float ks[32];
     take_turn(group); // or both would want products at once, and round at once
     keep(ks);
     cute::warpgroup_arrive();
-    multiply_along<8>(ks, f, memory.keys[at], false);
+    multiply_along<T, 8>(ks, f, memory.keys[at], false);
     cute::warpgroup_commit_batch();
     token_decays e;
     load_decays(memory.gates[at], e);
     wait(memory.aux_full[i & 1], i >> 1 & 1);
     cute::warpgroup_wait<0>();
     keep(ks);
-    subtract(v, ks, e, y);
+    subtract<T>(v, ks, e, y);
     keep(s);
     keep(o);
     cute::warpgroup_arrive();
-    multiply_down<1>(s, y, memory.x[i & 1], true);
+    multiply_down<T, 1>(s, y, memory.x[i & 1], true);
     cute::warpgroup_commit_batch();
     give_turn(5 - group);
     cute::warpgroup_arrive();
-    multiply_along<8>(o, f, memory.queries[at], false);
+    multiply_along<T, 8>(o, f, memory.queries[at], false);
     cute::warpgroup_commit_batch();
     cute::warpgroup_wait<0>();
     keep(s);
@@ -202,18 +203,18 @@ main_block<Erases>::erase_and_read(half_state& s, std::uint32_t const (&f)[32], 
 }
 
 /// The same where nothing is erased, Y being V; the products of the state may be under way when it returns.
-template <bool Erases>
+template <class T, bool Erases>
 __device__ __forceinline__ void
-main_block<Erases>::write_and_read(half_state& s, std::uint32_t const (&f)[32], std::uint32_t const (&v)[16], int at,
-                                   int i, int group, float (&o)[32], std::uint32_t (&y)[16]) const {
+main_block<T, Erases>::write_and_read(half_state& s, std::uint32_t const (&f)[32], std::uint32_t const (&v)[16], int at,
+                                      int i, int group, float (&o)[32], std::uint32_t (&y)[16]) const {
     std::uint32_t written[16];
-    scale_tokens(v, memory.gates[at].onward, 1.0f, written);
+    scale_tokens<T>(v, memory.gates[at].onward, 1.0f, written);
     keep(o);
     keep(s);
     cute::warpgroup_arrive();
-    multiply_along<8>(o, f, memory.queries[at], false);
+    multiply_along<T, 8>(o, f, memory.queries[at], false);
     cute::warpgroup_commit_batch();
-    multiply_down(s, written, memory.keys[at], true);
+    multiply_down<T>(s, written, memory.keys[at], true);
     cute::warpgroup_commit_batch();
     wait(memory.aux_full[i & 1], i >> 1 & 1);
     cute::warpgroup_wait<1>();
@@ -228,8 +229,8 @@ main_block<Erases>::write_and_read(half_state& s, std::uint32_t const (&f)[32], 
 }
 
 /// Takes turns over a stretch, and says that what was loaded has been read.
-template <bool Erases>
-__device__ __forceinline__ void main_block<Erases>::pass(int group) const {
+template <class T, bool Erases>
+__device__ __forceinline__ void main_block<T, Erases>::pass(int group) const {
     ring<stages> r;
     if (Erases && first < last) give_turn(5 - group);
 #pragma unroll 1
@@ -248,9 +249,9 @@ __device__ __forceinline__ void main_block<Erases>::pass(int group) const {
 }
 
 /// Carries half the state over a stretch and computes the outputs of its channels, by warpgroup number `group`.
-template <bool Erases>
-__device__ __forceinline__ void main_block<Erases>::carry(delta_stretch const& stretch, delta_output const& to,
-                                                          int group) const {
+template <class T, bool Erases>
+__device__ __forceinline__ void main_block<T, Erases>::carry(delta_stretch const& stretch, delta_output<T> const& to,
+                                                             int group) const {
     int const count = last - first, half = group - 2;
     half_state s;
     if (stretch.number == 0) {
@@ -278,7 +279,7 @@ __device__ __forceinline__ void main_block<Erases>::carry(delta_stretch const& s
     std::uint32_t f[32];
     if (count > 0) await_chunk();
     if (Erases) {
-        round_to_operand(s, f);
+        round_to_operand<T>(s, f);
         fade();
     }
     if (Erases && group == 3 && count > 0) give_turn(2);
@@ -286,7 +287,7 @@ __device__ __forceinline__ void main_block<Erases>::carry(delta_stretch const& s
         int const at = r.at, side = i & 1;
         std::uint32_t y[16];
         if (!Erases) {
-            round_to_operand(s, f);
+            round_to_operand<T>(s, f);
             fade();
         }
         float o[32];
@@ -297,9 +298,9 @@ __device__ __forceinline__ void main_block<Erases>::carry(delta_stretch const& s
         }
         keep(o);
         cute::warpgroup_arrive();
-        multiply_along<4>(o, y, memory.p[side], true);
+        multiply_along<T, 4>(o, y, memory.p[side], true);
         cute::warpgroup_commit_batch();
-        if (Erases) round_to_operand(s, f);
+        if (Erases) round_to_operand<T>(s, f);
         r.next();
         fading = 1;
         if (i + 1 < count) await_chunk();
@@ -311,7 +312,7 @@ __device__ __forceinline__ void main_block<Erases>::carry(delta_stretch const& s
         keep(o);
         if (Erases) fade();
         arrive_warp(memory.aux_empty[side]);
-        round_to_operand(o, y);
+        round_to_operand<T>(o, y);
         store_transposed(y, memory.values[at][half]);
         cutlass::arch::fence_view_async_shared();
         arrive_warp(memory.out_full[at][half]);
@@ -330,11 +331,11 @@ __device__ __forceinline__ void main_block<Erases>::carry(delta_stretch const& s
 /// A block computes the outputs of a stretch of a sequence and value head. A grid of (stretches of the share at most) *
 /// value heads blocks of 512 threads: a warp that loads, one that completes gates, a warpgroup that makes P and X one
 /// chunk ahead, two that have half a state each.
-template <bool Erases>
+template <class T, bool Erases>
 static __global__ void __launch_bounds__(512, 1)
     delta_rule_main(__grid_constant__ CUtensorMap const queries, __grid_constant__ CUtensorMap const keys,
                     __grid_constant__ CUtensorMap const values, __grid_constant__ CUtensorMap const outputs,
-                    delta_walk const in, delta_output const to) {
+                    delta_walk const in, delta_output<T> const to) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     using namespace delta;
     auto& memory = shared_memory<main_memory<Erases>>();
@@ -350,7 +351,7 @@ static __global__ void __launch_bounds__(512, 1)
     if (stretch.sequence < 0) return;
     int const first = in.plan.cut.begin(stretch.number, stretch.of.stretches);
     int const last = in.plan.end_of(stretch.of, stretch.number);
-    main_block<Erases> const work{in, memory, heads, head, stretch.of, first, last};
+    main_block<T, Erases> const work{in, memory, heads, head, stretch.of, first, last};
     if (group == 0) {
         cutlass::arch::warpgroup_reg_dealloc<40>();
         int const warp = static_cast<int>(threadIdx.x) / 32;

@@ -44,7 +44,7 @@ __device__ __forceinline__ void load_factors(chunk_gates const& gates, float sca
 /// have anything. No inverse is read where nothing is erased. Calls `meanwhile()`, which waits for something, while the
 /// first product is under way: its factors are made before that wait. Without it the compiler makes them after the last
 /// product.
-template <bool Erases, class F>
+template <class T, bool Erases, class F>
 __device__ __forceinline__ void compute_p(char const* queries, char const* keys, char const* inverse,
                                           chunk_gates const& gates, float scale, std::uint32_t (&words)[16],
                                           F&& meanwhile) {
@@ -55,8 +55,9 @@ __device__ __forceinline__ void compute_p(char const* queries, char const* keys,
     cute::warpgroup_arrive();
 #pragma unroll
     for (int k = 0; k < 8; ++k)
-        fma_shared<shared_64<Major::K, Major::K>>(sum, step_along(a, k), step_along(b, k),
-                                                  k ? ScaleOut::One : ScaleOut::Zero, std::make_index_sequence<32>());
+        fma_shared<shared_64<T, Major::K, Major::K>>(sum, step_along(a, k), step_along(b, k),
+                                                     k ? ScaleOut::One : ScaleOut::Zero,
+                                                     std::make_index_sequence<32>());
     cute::warpgroup_commit_batch();
     load_factors(gates, scale, factor);
     keep(factor);
@@ -73,20 +74,21 @@ __device__ __forceinline__ void compute_p(char const* queries, char const* keys,
         // B A is B (A - I) and B: of the latter the sum keeps what rounding the operand loses, so that none is rounded.
 #pragma unroll
         for (int i = 0; i < 16; ++i) {
-            words[i] = two_bf16(sum[2 * i], sum[2 * i + 1]);
-            sum[2 * i] -= low_half(words[i]), sum[2 * i + 1] -= high_half(words[i]);
+            words[i] = round_two<T>(sum[2 * i], sum[2 * i + 1]);
+            sum[2 * i] -= low_of<T>(words[i]), sum[2 * i + 1] -= high_of<T>(words[i]);
             words[i] &= lower(i);
         }
         keep(sum);
         cute::warpgroup_arrive();
-        multiply_triangle(sum, words, inverse, true);
+        multiply_triangle<T>(sum, words, inverse, true);
         cute::warpgroup_commit_batch();
         cute::warpgroup_wait<0>();
         keep(sum);
     }
 #pragma unroll
     for (int i = 0; i < 16; ++i)
-        words[i] = two_bf16(factor[2 * i] * sum[2 * i], factor[2 * i + 1] * sum[2 * i + 1]) & (Erases ? ~0u : lower(i));
+        words[i] =
+            round_two<T>(factor[2 * i] * sum[2 * i], factor[2 * i + 1] * sum[2 * i + 1]) & (Erases ? ~0u : lower(i));
 }
 
 } // namespace cpx::kernels::delta

@@ -5,8 +5,6 @@
 #include <cpx/delta_rule_log_decays.cuh>
 #include <cpx/delta_rule_tiles.cuh>
 
-#include <cute/arch/mma_sm80.hpp>
-
 #include <cuda_fp16.h>
 
 namespace cpx::kernels {
@@ -18,7 +16,7 @@ struct delta_gates {
 };
 
 /// What `delta_rule_prep` writes, of (chunks, value heads): A = (I + strictly lower(diag(b) K K^T))^-1 of a chunk,
-/// `delta::triangle_bytes` of bfloat16, and its gates.
+/// `delta::triangle_bytes` of 16-bit numbers, and its gates.
 struct delta_prepared {
     char* inverse;
     delta_gates* gates;
@@ -36,10 +34,7 @@ struct prep_memory : prep_gates {
     barrier full;
 };
 
-__device__ __forceinline__ std::uint32_t two_halves(float low, float high) {
-    __half2 const two = __floats2half2_rn(low, high);
-    return reinterpret_cast<std::uint32_t const&>(two);
-}
+__device__ __forceinline__ std::uint32_t two_halves(float low, float high) { return round_two<__half>(low, high); }
 
 /// Loads 16 x 16 elements at `from`, each lane from its own place, as the left operand of a product of warps.
 __device__ __forceinline__ void load_left(void const* from, std::uint32_t (&a)[4]) {
@@ -61,7 +56,7 @@ constexpr int lower_block(int i, int j) { return i * (i + 1) / 2 + j; }
 
 /// Computes K K^T of N tiles of keys by a warpgroup: rows 16 w on by warp w, of which it keeps the blocks of 16 x 16 on
 /// the diagonal and below. Of a block's words, number 2h + d is of columns 8h on and rows 8d on.
-template <std::size_t N>
+template <class T, std::size_t N>
 __device__ __forceinline__ void multiply_keys_by_keys(char const (&keys)[N][2 * panel_bytes],
                                                       uint4 (&products)[N][10][32]) {
     int const lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -70,7 +65,7 @@ __device__ __forceinline__ void multiply_keys_by_keys(char const (&keys)[N][2 * 
     for (int t = 0; t < N; ++t) {
         keep(sums[t]);
         cute::warpgroup_arrive();
-        multiply_panels<Major::K, Major::K, 8>(sums[t], keys[t], keys[t], false);
+        multiply_panels<T, Major::K, Major::K, 8>(sums[t], keys[t], keys[t], false);
         cute::warpgroup_commit_batch();
     }
     cute::warpgroup_wait<0>();
@@ -118,6 +113,7 @@ __device__ __forceinline__ void load_lower(uint4 const (*products)[32], float co
 
 /// Inverts the 8 x 8 blocks on the diagonal of I + L, and writes them to `blocks` and the triangle: a lane has a row of
 /// two. `below`: of -L what is below these blocks in the 16 x 16 on the diagonal.
+template <class T>
 __device__ __forceinline__ void invert_blocks(uint4 const (*products)[32], float const* beta, __half (*blocks)[8],
                                               char* triangle, std::uint32_t (&below)[4]) {
     int const lane = threadIdx.x % 32;
@@ -144,7 +140,7 @@ __device__ __forceinline__ void invert_blocks(uint4 const (*products)[32], float
                               two(x[t][6], x[t][7]));
         };
         *reinterpret_cast<uint4*>(blocks[row]) = pack(two_halves);
-        *reinterpret_cast<uint4*>(triangle + in_triangle(row, row / 8)) = pack(two_bf16);
+        *reinterpret_cast<uint4*>(triangle + in_triangle(row, row / 8)) = pack(round_two<T>);
     }
     __syncwarp();
 }
@@ -152,11 +148,12 @@ __device__ __forceinline__ void invert_blocks(uint4 const (*products)[32], float
 /// Writes A = (I + L)^-1, L = strictly lower(diag(b) K K^T), by a warp, to a triangle that has zeros above the
 /// 8 x 8 blocks on the diagonal. Operands are __half, sums float, and whatever is multiplied lies in registers: what is
 /// called transposed below is A^T, of which a product's sums are the next one's left operand.
+template <class T>
 __device__ __forceinline__ void write_inverse(uint4 const (*products)[32], float const* beta, __half (*blocks)[8],
                                               char* triangle) {
     int const lane = threadIdx.x % 32;
     std::uint32_t below[4]; // of -L, of a block on the diagonal the 8 x 8 below it
-    invert_blocks(products, beta, blocks, triangle, below);
+    invert_blocks<T>(products, beta, blocks, triangle, below);
     std::uint32_t diagonal[8], transposed[10][4], corner[4], stored[4];
 #pragma unroll
     for (int t = 0; t < 2; ++t) {
@@ -179,7 +176,7 @@ __device__ __forceinline__ void write_inverse(uint4 const (*products)[32], float
         add_product(first, inverse[0], 0, below[i]);
         add_product(second, two_halves(first[0], first[1]), 0, diagonal[2 * i + 1]);
         inverse[2] = two_halves(second[0], second[1]);
-        stored[i] = two_bf16(second[0], second[1]);
+        stored[i] = round_two<T>(second[0], second[1]);
         cute::SM75_U32x1_MOVM_T::copy(inverse[2], corner[i]);
     }
     auto const store = [&](std::uint32_t const(&words)[4], int row, int column) {
@@ -211,7 +208,7 @@ __device__ __forceinline__ void write_inverse(uint4 const (*products)[32], float
             for (int w = 0; w < 4; ++w) {
                 float const low = result[w / 2][w % 2 * 2], high = result[w / 2][w % 2 * 2 + 1];
                 transposed[lower_block(i, j)][w] = two_halves(low, high);
-                stored[w] = two_bf16(low, high);
+                stored[w] = round_two<T>(low, high);
             }
             store(stored, 2 * i + lane / 16, 2 * j + lane / 8 % 2);
         }
@@ -251,11 +248,12 @@ __device__ __forceinline__ void compute_gates(float const* g, float const* beta,
 
 } // namespace delta
 
-/// Inputs of `delta_rule_prep`; keys: (tokens, key heads, key channels) bfloat16, of norm at most 1, in panels.
+/// Inputs of `delta_rule_prep`; keys: (tokens, key heads, key channels) of T, of norm at most 1, in panels.
+template <class T>
 struct delta_prep_input {
     delta_segments segments;
     delta_plan plan;
-    delta_log_decays<__nv_bfloat16> g;
+    delta_log_decays<T> g;
     delta_rows<float const> beta; ///< (tokens, value heads); none where nothing is erased
     int key_heads, group;         ///< value heads a key head
 };
@@ -269,8 +267,8 @@ namespace delta {
 
 /// Copies to shared memory g and beta of two value heads of each of two key heads, by 128 threads: four threads read
 /// what lies side by side, or twice two. Where nothing is erased beta is 1; of tokens and heads that there are not, 0.
-template <bool Erases>
-__device__ __forceinline__ void load_gates(delta_prep_input const& in, int first_head, int first_number, int begin,
+template <bool Erases, class T>
+__device__ __forceinline__ void load_gates(delta_prep_input<T> const& in, int first_head, int first_number, int begin,
                                            int n, prep_gates& to) {
     int const slot = static_cast<int>(threadIdx.x) % 4, token = static_cast<int>(threadIdx.x) / 4;
     int const key_head = first_head + slot / 2, number = first_number + slot % 2, head = key_head * in.group + number;
@@ -296,9 +294,9 @@ __device__ __forceinline__ void load_gates(delta_prep_input const& in, int first
 /// A warpgroup multiplies keys of a chunk by themselves for two key heads; a warp each computes the inverses of two
 /// value heads of either, or gates alone where nothing is erased. A grid of (chunks at most) * `delta_prep_blocks`
 /// blocks of 128 threads.
-template <bool Erases>
+template <class T, bool Erases>
 static __global__ void __launch_bounds__(128, 5)
-    delta_rule_prep(__grid_constant__ CUtensorMap const keys, delta_prep_input const in, delta_prepared const to) {
+    delta_rule_prep(__grid_constant__ CUtensorMap const keys, delta_prep_input<T> const in, delta_prepared const to) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     using namespace delta;
     auto& memory = shared_memory<prep_memory>();
@@ -338,7 +336,7 @@ static __global__ void __launch_bounds__(128, 5)
         cutlass::arch::fence_view_async_shared();
         __syncthreads();
     }
-    multiply_keys_by_keys(memory.keys, memory.products);
+    multiply_keys_by_keys<T>(memory.keys, memory.products);
     __syncthreads();
     if (!there) return;
     char* const triangle = memory.keys[tile] + warp % 2 * panel_bytes;
@@ -346,7 +344,7 @@ static __global__ void __launch_bounds__(128, 5)
     static_assert(delta_chunk * 8 * sizeof(__half) <= strip_bytes * 3 / 4);
     auto* const squares = reinterpret_cast<__half(*)[8]>(triangle + 3 * strip_bytes);
     clear_above(triangle);
-    write_inverse(memory.products[tile], memory.beta[warp], squares, triangle);
+    write_inverse<T>(memory.products[tile], memory.beta[warp], squares, triangle);
     cutlass::arch::fence_view_async_shared();
     __syncwarp();
     if (lane == 0) {

@@ -106,7 +106,7 @@ __device__ __forceinline__ void load_fold(CUtensorMap const& keys, CUtensorMap c
 }
 
 /// Computes half of E, or M, by a warpgroup.
-template <bool Erases, bool Back>
+template <class T, bool Erases, bool Back>
 __device__ __forceinline__ void fold_half(delta_walk const& in, delta_steps const& to, fold_memory<Erases>& memory,
                                           folded const& of, float const* begin, int half) {
     int const chunks = of.last - of.first;
@@ -129,13 +129,13 @@ __device__ __forceinline__ void fold_half(delta_walk const& in, delta_steps cons
     if (chunks > 0) await_chunk();
     for (int c = 0; c < chunks; ++c, x.next()) {
         std::uint32_t f[32];
-        if constexpr (Erases) round_to_operand(s, f);
+        if constexpr (Erases) round_to_operand<T>(s, f);
         scale(s, fading); // while products are under way, the compiler would await them
         if constexpr (Erases) {
-            erase_and_write(memory, r.at, x, f, v, s, nothing);
+            erase_and_write<T>(memory, r.at, x, f, v, s, nothing);
         } else {
             whole *= fading;
-            write_tokens<Back>(memory.gates[r.at], memory.keys[r.at], in.scale, v, s);
+            write_tokens<T, Back>(memory.gates[r.at], memory.keys[r.at], in.scale, v, s);
         }
         barrier& read = memory.empty[r.at];
         r.next();
@@ -164,7 +164,7 @@ inline constexpr int delta_fold_threads = Erases ? 512 : 384;
 /// which are not numbers where something is erased.
 ///
 /// Back, with queries for keys and dO for values: what outputs alone make the gradient of the state before a segment.
-template <bool Erases, bool Back = false>
+template <class T, bool Erases, bool Back = false>
 static __global__ void __launch_bounds__(delta_fold_threads<Erases>, 1)
     delta_rule_fold(__grid_constant__ CUtensorMap const keys, __grid_constant__ CUtensorMap const values,
                     delta_walk const in, delta_steps const to) {
@@ -212,11 +212,11 @@ static __global__ void __launch_bounds__(delta_fold_threads<Erases>, 1)
     } else if (group < first_group) {
         cutlass::arch::warpgroup_reg_dealloc<104>();
         if constexpr (Erases) {
-            x_maker<fold_memory<Erases>>{}.make(memory, of.last - of.first);
+            x_maker<T, fold_memory<Erases>>{}.make(memory, of.last - of.first);
         }
     } else {
         if constexpr (Erases) cutlass::arch::warpgroup_reg_alloc<184>();
-        fold_half<Erases, Back>(in, to, memory, of, begin, group - first_group);
+        fold_half<T, Erases, Back>(in, to, memory, of, begin, group - first_group);
     }
 #endif
 }

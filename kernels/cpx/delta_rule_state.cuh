@@ -211,7 +211,7 @@ struct along_carry {
 };
 
 /// Carries half a state along, number `own` of those of the block.
-template <bool Traced, int Halves, bool Erases, bool Back, bool Sends>
+template <class T, bool Traced, int Halves, bool Erases, bool Back, bool Sends>
 __device__ __forceinline__ void
 carry_along(delta_walk const& in, state_memory<Halves, Erases, Sends>& memory, walked_head const& walked, int own,
             int half, along_carry<state_memory<Halves, Erases, Sends>, 2 / Halves>& at, int peer) {
@@ -233,7 +233,7 @@ carry_along(delta_walk const& in, state_memory<Halves, Erases, Sends>& memory, w
     if (chunks > 0) await_chunk();
     for (int c = 0; c < chunks; ++c, x.next()) {
         std::uint32_t f[32];
-        if constexpr (Erases || Traced) round_to_operand(s, f);
+        if constexpr (Erases || Traced) round_to_operand<T>(s, f);
         scale(s, fading); // while products are under way, the compiler would await them
         auto const leave_trace = [&] {
             if constexpr (Sends) {
@@ -249,9 +249,9 @@ carry_along(delta_walk const& in, state_memory<Halves, Erases, Sends>& memory, w
             }
         };
         if constexpr (Erases) {
-            erase_and_write(memory, r.at, x, f, v, s, leave_trace, peer);
+            erase_and_write<T>(memory, r.at, x, f, v, s, leave_trace, peer);
         } else {
-            write_tokens<Back>(memory.gates[r.at], memory.keys[r.at], in.scale, v, s);
+            write_tokens<T, Back>(memory.gates[r.at], memory.keys[r.at], in.scale, v, s);
             leave_trace();
         }
         barrier& read = memory.empty[r.at];
@@ -283,7 +283,7 @@ carry_along(delta_walk const& in, state_memory<Halves, Erases, Sends>& memory, w
 /// half that has its state; and by a thread that tells how far they have come, and sends what they leave.
 ///
 /// Where nothing is erased the gradient of the state is a walk Back: with queries for keys, dO for values.
-template <bool Traced, int Halves, bool Erases, bool Back = false>
+template <class T, bool Traced, int Halves, bool Erases, bool Back = false>
 __device__ __forceinline__ void walk_along(CUtensorMap const& keys, CUtensorMap const& values, delta_walk const& in,
                                            int before) {
     static_assert(!(Erases && Back) && (Traced || !Back) && (Traced || Halves == 1));
@@ -320,7 +320,7 @@ __device__ __forceinline__ void walk_along(CUtensorMap const& keys, CUtensorMap 
     } else if (group < first_group) {
         cutlass::arch::warpgroup_reg_dealloc<Halves == 2 ? 104 : 128>();
         if constexpr (Erases) {
-            x_maker<layout> maker;
+            x_maker<T, layout> maker;
             each([&](walked_head const& walked) { maker.make(memory, walked.chunks, paired, first_half); });
         }
     } else if (group < first_group + Halves) {
@@ -328,7 +328,7 @@ __device__ __forceinline__ void walk_along(CUtensorMap const& keys, CUtensorMap 
         int const own = Halves == 2 ? group - first_group : 0, half = first_half + own;
         along_carry<layout, 2 / Halves> at;
         each([&](walked_head const& walked) {
-            carry_along<Traced, Halves, Erases, Back>(in, memory, walked, own, half, at, paired ? half ^ 1 : -1);
+            carry_along<T, Traced, Halves, Erases, Back>(in, memory, walked, own, half, at, paired ? half ^ 1 : -1);
         });
     }
     if (paired) leave_cluster();
@@ -344,13 +344,13 @@ template <bool Erases>
 constexpr int delta_state_blocks = Erases ? 1 : 2;
 
 /// A grid of sequences * value heads * 2 blocks of `delta_state_threads`; in clusters of both halves these share X.
-template <bool Erases>
+template <class T, bool Erases>
 static __global__ void __launch_bounds__(delta_state_threads<Erases>, delta_state_blocks<Erases>)
     delta_rule_state(__grid_constant__ CUtensorMap const keys, __grid_constant__ CUtensorMap const values,
                      delta_walk const in) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     if (blockIdx.x % 2 && in.dims.value <= 64) return; // no head has channels of that half, and nothing awaits it
-    delta::walk_along<false, 1, Erases>(keys, values, in, 0);
+    delta::walk_along<T, false, 1, Erases>(keys, values, in, 0);
 #endif
 }
 

@@ -47,7 +47,7 @@ __device__ __forceinline__ void complete_gates(chunk_gates& gates) {
 }
 
 /// Computes X of a chunk by a warpgroup or, by one panel, of the 64 key channels of `keys`.
-template <int Panels = 2>
+template <class T, int Panels = 2>
 __device__ __forceinline__ void compute_x(char const* inverse, char const* keys, chunk_gates const& gates, char* x) {
     int const row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
     float sum[Panels][32]; // one panel is rounded while the other one is under way
@@ -55,7 +55,7 @@ __device__ __forceinline__ void compute_x(char const* inverse, char const* keys,
     for (int p = 0; p < Panels; ++p) {
         keep(sum[p]);
         cute::warpgroup_arrive();
-        multiply_squares<Major::MN, Major::MN, true>(sum[p], inverse, keys + p * panel_bytes);
+        multiply_squares<T, Major::MN, Major::MN, true>(sum[p], inverse, keys + p * panel_bytes);
         cute::warpgroup_commit_batch();
     }
     float const w[2] = {gates.onward[row], gates.onward[row + 8]};
@@ -68,7 +68,7 @@ __device__ __forceinline__ void compute_x(char const* inverse, char const* keys,
         keep(sum[p]);
         std::uint32_t words[16];
 #pragma unroll
-        for (int i = 0; i < 16; ++i) words[i] = two_bf16(w[i % 2] * sum[p][2 * i], w[i % 2] * sum[p][2 * i + 1]);
+        for (int i = 0; i < 16; ++i) words[i] = round_two<T>(w[i % 2] * sum[p][2 * i], w[i % 2] * sum[p][2 * i + 1]);
         store_operand(words, x + p * panel_bytes);
     }
 }
@@ -85,22 +85,25 @@ __device__ __forceinline__ void load_decays(chunk_gates const& gates, token_deca
 }
 
 /// Y^T from V^T and K S, as an operand.
+template <class T>
 __device__ __forceinline__ void subtract(std::uint32_t const (&v)[16], float const (&ks)[32], token_decays const& e,
                                          std::uint32_t (&y)[16]) {
 #pragma unroll
     for (int j = 0; j < 16; ++j)
-        y[j] =
-            two_bf16(fmaf(-e[j / 2].x, ks[2 * j], low_half(v[j])), fmaf(-e[j / 2].y, ks[2 * j + 1], high_half(v[j])));
+        y[j] = round_two<T>(fmaf(-e[j / 2].x, ks[2 * j], low_of<T>(v[j])),
+                            fmaf(-e[j / 2].y, ks[2 * j + 1], high_of<T>(v[j])));
 }
 
 /// Of V^T, each token times a factor of its own, an operand.
+template <class T>
 __device__ __forceinline__ void scale_tokens(std::uint32_t const (&v)[16], float const* factor, float by,
                                              std::uint32_t (&y)[16]) {
 #pragma unroll
     for (int j = 0; j < 16; j += 2) {
         float2 const f = *reinterpret_cast<float2 const*>(factor + 4 * j + threadIdx.x % 4 * 2);
 #pragma unroll
-        for (int i = 0; i < 2; ++i) y[j + i] = two_bf16(by * f.x * low_half(v[j + i]), by * f.y * high_half(v[j + i]));
+        for (int i = 0; i < 2; ++i)
+            y[j + i] = round_two<T>(by * f.x * low_of<T>(v[j + i]), by * f.y * high_of<T>(v[j + i]));
     }
 }
 
@@ -110,14 +113,14 @@ __device__ __forceinline__ void scale(half_state& s, float by) {
 }
 
 /// Begins the products by which a state takes in V where nothing is erased or, Back, its gradient dO times `by`.
-template <bool Back>
+template <class T, bool Back>
 __device__ __forceinline__ void write_tokens(chunk_gates const& gates, char const* keys, float by,
                                              std::uint32_t const (&v)[16], half_state& s) {
     std::uint32_t y[16];
-    scale_tokens(v, Back ? gates.decay : gates.onward, Back ? by : 1.0f, y);
+    scale_tokens<T>(v, Back ? gates.decay : gates.onward, Back ? by : 1.0f, y);
     keep(s);
     cute::warpgroup_arrive();
-    multiply_down(s, y, keys, true);
+    multiply_down<T>(s, y, keys, true);
     cute::warpgroup_commit_batch();
 }
 

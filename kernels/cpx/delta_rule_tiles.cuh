@@ -7,10 +7,12 @@
 #include <cute/arch/copy_sm75.hpp>
 #include <cute/arch/copy_sm90.hpp>
 #include <cute/arch/copy_sm90_tma.hpp>
+#include <cute/arch/mma_sm80.hpp>
 #include <cute/arch/mma_sm90_gmma.hpp>
 #include <cutlass/arch/reg_reconfig.h>
 
 #include <cuda_bf16.h>
+#include <cuda_fp16.h>
 
 #include <cuda/ptx>
 
@@ -62,7 +64,7 @@ __device__ __forceinline__ std::uint64_t step_along(std::uint64_t first, int k) 
 }
 __device__ __forceinline__ std::uint64_t step_down(std::uint64_t first, int k) { return further(first, k * 2048); }
 
-/// A state of bfloat16 in memory: cores of 8 value channels by 8 key channels, 128 bytes, by rows; 16 cores side by
+/// A state of 16-bit elements in memory: cores of 8 value channels by 8 key channels, 128 bytes, by rows; 16 cores side by
 /// side have all key channels of 8 value channels. A warp has a core as one word of an operand.
 inline constexpr int cores_bytes = 16 * 128, state_bytes = 16 * cores_bytes;
 
@@ -139,95 +141,128 @@ __device__ __forceinline__ void fma_shared(float (&sum)[N], std::uint64_t a, std
     Mma::fma(a, b, sum[I]..., scale);
 }
 
-template <Major A, Major B>
-using shared_64 = gmma::MMA_64x64x16_F32BF16BF16_SS<A, B>;
-template <Major A, Major B, std::size_t N>
-using shared_by = std::conditional_t<N == 32, shared_64<A, B>, gmma::MMA_64x128x16_F32BF16BF16_SS<A, B>>;
-template <Major B, std::size_t N>
-using registers_by = std::conditional_t<N == 32, gmma::MMA_64x64x16_F32BF16BF16_RS<Major::K, B>,
-                                        gmma::MMA_64x128x16_F32BF16BF16_RS<Major::K, B>>;
+/// What multiplies 16-bit numbers of T, two of which are a word, and adds them up in float: warpgroups' products with
+/// both operands in shared memory, or the left one in registers.
+template <class T>
+struct products;
+template <>
+struct products<__nv_bfloat16> {
+    template <Major A, Major B>
+    using shared_64 = gmma::MMA_64x64x16_F32BF16BF16_SS<A, B>;
+    template <Major A, Major B>
+    using shared_128 = gmma::MMA_64x128x16_F32BF16BF16_SS<A, B>;
+    template <Major B>
+    using registers_64 = gmma::MMA_64x64x16_F32BF16BF16_RS<Major::K, B>;
+    template <Major B>
+    using registers_128 = gmma::MMA_64x128x16_F32BF16BF16_RS<Major::K, B>;
+    using warp = cute::SM80_16x8x16_F32BF16BF16F32_TN; ///< a warp's, both in registers
+    using two = __nv_bfloat162;
+};
+template <>
+struct products<__half> {
+    template <Major A, Major B>
+    using shared_64 = gmma::MMA_64x64x16_F32F16F16_SS<A, B>;
+    template <Major A, Major B>
+    using shared_128 = gmma::MMA_64x128x16_F32F16F16_SS<A, B>;
+    template <Major B>
+    using registers_64 = gmma::MMA_64x64x16_F32F16F16_RS<Major::K, B>;
+    template <Major B>
+    using registers_128 = gmma::MMA_64x128x16_F32F16F16_RS<Major::K, B>;
+    using warp = cute::SM80_16x8x16_F32F16F16F32_TN;
+    using two = __half2;
+};
+
+template <class T, Major A, Major B>
+using shared_64 = typename products<T>::template shared_64<A, B>;
+template <class T, Major A, Major B, std::size_t N>
+using shared_by = std::conditional_t<N == 32, shared_64<T, A, B>, typename products<T>::template shared_128<A, B>>;
+template <class T, Major B, std::size_t N>
+using registers_by = std::conditional_t<N == 32, typename products<T>::template registers_64<B>,
+                                        typename products<T>::template registers_128<B>>;
 
 /// sum (+)= a b^T over 16 Steps, a in registers, b's rows along the sum. Issued, not awaited. `Apart`: so many steps
 /// are under way while what the others read of a is computed; without it the compiler has all of a first.
-template <int Steps, int Apart = 0, std::size_t N>
+template <class T, int Steps, int Apart = 0, std::size_t N>
 __device__ __forceinline__ void multiply_along(float (&sum)[N], std::uint32_t const* a, void const* b, bool add) {
     std::uint64_t const first = along_rows(b);
 #pragma unroll
     for (int k = 0; k < Steps; ++k) {
         if (Apart > 0 && k == Apart) cute::warpgroup_arrive();
-        fma_registers<registers_by<Major::K, N>>(sum, a + 4 * k, step_along(first, k),
-                                                 add || k ? ScaleOut::One : ScaleOut::Zero,
-                                                 std::make_index_sequence<N>());
+        fma_registers<registers_by<T, Major::K, N>>(sum, a + 4 * k, step_along(first, k),
+                                                    add || k ? ScaleOut::One : ScaleOut::Zero,
+                                                    std::make_index_sequence<N>());
     }
 }
 /// sum (+)= a b over 64, a in registers, the sum going down the rows of b. Apart: as above.
-template <int Apart = 0, std::size_t N>
+template <class T, int Apart = 0, std::size_t N>
 __device__ __forceinline__ void multiply_down(float (&sum)[N], std::uint32_t const* a, void const* b, bool add) {
     std::uint64_t const first = down_rows(b);
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
         if (Apart > 0 && k == Apart) cute::warpgroup_arrive();
-        fma_registers<registers_by<Major::MN, N>>(sum, a + 4 * k, step_down(first, k),
-                                                  add || k ? ScaleOut::One : ScaleOut::Zero,
-                                                  std::make_index_sequence<N>());
+        fma_registers<registers_by<T, Major::MN, N>>(sum, a + 4 * k, step_down(first, k),
+                                                     add || k ? ScaleOut::One : ScaleOut::Zero,
+                                                     std::make_index_sequence<N>());
     }
 }
 
 /// sum (+)= a b over 16 Steps, both panels: Major::K says that the sum goes along an operand's rows, Major::MN down
 /// them. Issued, not awaited.
-template <Major A, Major B, int Steps, std::size_t N>
+template <class T, Major A, Major B, int Steps, std::size_t N>
 __device__ __forceinline__ void multiply_panels(float (&sum)[N], void const* a, void const* b, bool add) {
     std::uint64_t const left = A == Major::K ? along_rows(a) : down_rows(a);
     std::uint64_t const right = B == Major::K ? along_rows(b) : down_rows(b);
 #pragma unroll
     for (int k = 0; k < Steps; ++k)
-        fma_shared<shared_by<A, B, N>>(sum, A == Major::K ? step_along(left, k) : step_down(left, k),
-                                       B == Major::K ? step_along(right, k) : step_down(right, k),
-                                       add || k ? ScaleOut::One : ScaleOut::Zero, std::make_index_sequence<N>());
+        fma_shared<shared_by<T, A, B, N>>(sum, A == Major::K ? step_along(left, k) : step_down(left, k),
+                                          B == Major::K ? step_along(right, k) : step_down(right, k),
+                                          add || k ? ScaleOut::One : ScaleOut::Zero, std::make_index_sequence<N>());
 }
 
 /// sum = a b^T over 128, of key channels: a in panels, b the value channels of a state from core row `state` on.
-template <std::size_t N>
+template <class T, std::size_t N>
 __device__ __forceinline__ void multiply_keys(float (&sum)[N], char const* a, char const* state) {
     std::uint64_t const left = along_rows(a), right = along_cores(state);
 #pragma unroll
     for (int k = 0; k < 8; ++k)
-        fma_shared<shared_by<Major::K, Major::K, N>>(sum, step_along(left, k), further(right, 256 * k),
-                                                     k ? ScaleOut::One : ScaleOut::Zero, std::make_index_sequence<N>());
+        fma_shared<shared_by<T, Major::K, Major::K, N>>(sum, step_along(left, k), further(right, 256 * k),
+                                                        k ? ScaleOut::One : ScaleOut::Zero,
+                                                        std::make_index_sequence<N>());
 }
 /// sum (+)= a b over 128, of value channels: b the key channels of a state from core `state` on, a in panels or in
 /// registers.
-template <std::size_t N>
+template <class T, std::size_t N>
 __device__ __forceinline__ void multiply_values(float (&sum)[N], char const* a, char const* state) {
     std::uint64_t const left = along_rows(a), right = down_cores(state);
 #pragma unroll
     for (int k = 0; k < 8; ++k)
-        fma_shared<shared_by<Major::K, Major::MN, N>>(sum, step_along(left, k), further(right, 2 * k * cores_bytes),
-                                                      k ? ScaleOut::One : ScaleOut::Zero,
-                                                      std::make_index_sequence<N>());
+        fma_shared<shared_by<T, Major::K, Major::MN, N>>(sum, step_along(left, k), further(right, 2 * k * cores_bytes),
+                                                         k ? ScaleOut::One : ScaleOut::Zero,
+                                                         std::make_index_sequence<N>());
 }
-template <std::size_t N>
+template <class T, std::size_t N>
 __device__ __forceinline__ void multiply_values(float (&sum)[N], std::uint32_t const* a, char const* state, bool add) {
     std::uint64_t const right = down_cores(state);
 #pragma unroll
     for (int k = 0; k < 8; ++k)
-        fma_registers<registers_by<Major::MN, N>>(sum, a + 4 * k, further(right, 2 * k * cores_bytes),
-                                                  add || k ? ScaleOut::One : ScaleOut::Zero,
-                                                  std::make_index_sequence<N>());
+        fma_registers<registers_by<T, Major::MN, N>>(sum, a + 4 * k, further(right, 2 * k * cores_bytes),
+                                                     add || k ? ScaleOut::One : ScaleOut::Zero,
+                                                     std::make_index_sequence<N>());
 }
 
 /// sum (+)= a b, a in registers, b a triangle.
+template <class T>
 __device__ __forceinline__ void multiply_triangle(float (&sum)[32], std::uint32_t const* a, char const* b, bool add) {
     std::uint64_t const right = down_triangle(b);
 #pragma unroll
     for (int k = 0; k < 4; ++k)
-        fma_registers<registers_by<Major::MN, 32>>(sum, a + 4 * k, further(right, 512 * k),
-                                                   add || k ? ScaleOut::One : ScaleOut::Zero,
-                                                   std::make_index_sequence<32>());
+        fma_registers<registers_by<T, Major::MN, 32>>(sum, a + 4 * k, further(right, 512 * k),
+                                                      add || k ? ScaleOut::One : ScaleOut::Zero,
+                                                      std::make_index_sequence<32>());
 }
 /// sum = a b over 64, one of them a triangle, the other a panel: Major::K says that the sum goes along an operand's
 /// rows, Major::MN down them.
-template <Major A, Major B, bool LeftIsTriangle>
+template <class T, Major A, Major B, bool LeftIsTriangle>
 __device__ __forceinline__ void multiply_squares(float (&sum)[32], char const* a, char const* b) {
     auto const along = [](char const* x, bool triangle, int k) {
         return triangle ? further(along_triangle(x), k * strip_bytes) : step_along(along_rows(x), k);
@@ -237,30 +272,52 @@ __device__ __forceinline__ void multiply_squares(float (&sum)[32], char const* a
     };
 #pragma unroll
     for (int k = 0; k < 4; ++k)
-        fma_shared<shared_64<A, B>>(sum, A == Major::K ? along(a, LeftIsTriangle, k) : down(a, LeftIsTriangle, k),
-                                    B == Major::K ? along(b, !LeftIsTriangle, k) : down(b, !LeftIsTriangle, k),
-                                    k ? ScaleOut::One : ScaleOut::Zero, std::make_index_sequence<32>());
+        fma_shared<shared_64<T, A, B>>(sum, A == Major::K ? along(a, LeftIsTriangle, k) : down(a, LeftIsTriangle, k),
+                                       B == Major::K ? along(b, !LeftIsTriangle, k) : down(b, !LeftIsTriangle, k),
+                                       k ? ScaleOut::One : ScaleOut::Zero, std::make_index_sequence<32>());
 }
 
-__device__ __forceinline__ std::uint32_t two_bf16(float low, float high) {
-    __nv_bfloat162 const two = __floats2bfloat162_rn(low, high);
+/// Rounds to a word of T: what is beyond its range becomes infinite, as everywhere.
+template <class T>
+__device__ __forceinline__ std::uint32_t round_two(float low, float high) {
+    typename products<T>::two two;
+    if constexpr (std::is_same_v<T, __half>)
+        two = __floats2half2_rn(low, high);
+    else
+        two = __floats2bfloat162_rn(low, high);
     return reinterpret_cast<std::uint32_t const&>(two);
+}
+template <class T>
+__device__ __forceinline__ std::uint32_t round_twice(float x) {
+    return round_two<T>(x, x);
 }
 /// Multiplies two by two, rounded.
+template <class T>
 __device__ __forceinline__ std::uint32_t multiply_two(std::uint32_t a, std::uint32_t b) {
-    __nv_bfloat162 const two =
-        __hmul2(reinterpret_cast<__nv_bfloat162 const&>(a), reinterpret_cast<__nv_bfloat162 const&>(b));
+    using word = typename products<T>::two;
+    word const two = __hmul2(reinterpret_cast<word const&>(a), reinterpret_cast<word const&>(b));
     return reinterpret_cast<std::uint32_t const&>(two);
 }
-__device__ __forceinline__ std::uint32_t twice_bf16(float x) { return two_bf16(x, x); }
-__device__ __forceinline__ float low_half(std::uint32_t two) { return __uint_as_float(two << 16); }
-__device__ __forceinline__ float high_half(std::uint32_t two) { return __uint_as_float(two & 0xffff0000u); }
+template <class T>
+__device__ __forceinline__ float low_of(std::uint32_t two) {
+    if constexpr (std::is_same_v<T, __half>)
+        return __low2float(reinterpret_cast<__half2 const&>(two));
+    else
+        return __uint_as_float(two << 16);
+}
+template <class T>
+__device__ __forceinline__ float high_of(std::uint32_t two) {
+    if constexpr (std::is_same_v<T, __half>)
+        return __high2float(reinterpret_cast<__half2 const&>(two));
+    else
+        return __uint_as_float(two & 0xffff0000u);
+}
 
 /// Rounds accumulators of 64 rows: words 4k to 4k + 3 are the operand of step k of 16 columns.
-template <std::size_t N>
+template <class T, std::size_t N>
 __device__ __forceinline__ void round_to_operand(float const (&sum)[N], std::uint32_t (&a)[N / 2]) {
 #pragma unroll
-    for (int i = 0; i < N / 2; ++i) a[i] = two_bf16(sum[2 * i], sum[2 * i + 1]);
+    for (int i = 0; i < N / 2; ++i) a[i] = round_two<T>(sum[2 * i], sum[2 * i + 1]);
 }
 
 /// Returns the thread's number; what is made of it is not kept in registers from one call to the next.

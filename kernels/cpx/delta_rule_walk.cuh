@@ -35,8 +35,9 @@ struct delta_walk {
 };
 
 /// Rows of heads of `dim` channels, a multiple of 8 up to 128, that are written: (tokens, heads, channels).
+template <class T>
 struct delta_head_rows {
-    delta_rows<__nv_bfloat16> rows;
+    delta_rows<T> rows;
     int dim;
 };
 
@@ -63,7 +64,8 @@ struct ring {
 
 /// Stores n rows of half the channels of a head, a panel, from `row` on, by a warp; returns when the panel has been
 /// read. What is beyond the head's channels is not written.
-__device__ __forceinline__ void store_rows(CUtensorMap const& map, delta_head_rows const& to, char const* panel,
+template <class T>
+__device__ __forceinline__ void store_rows(CUtensorMap const& map, delta_head_rows<T> const& to, char const* panel,
                                            int head, int half, int row, int n) {
     int const lane = static_cast<int>(threadIdx.x) % 32;
     if (n == delta_chunk) {
@@ -142,21 +144,22 @@ namespace delta {
 /// Makes X of a chunk by a warpgroup, which has still to arrive at `full`, where who reads X waits. `paired`: the panel
 /// that has the block's number in its cluster, for both blocks; the other panel comes from the other block. X is made
 /// where both have read what was there: then the other block's panel may come, and this one's has gone.
+template <class T>
 __device__ __forceinline__ void make_one_x(char const* inverse, char const* keys, chunk_gates const& gates, char* x,
                                            barrier& full, bool paired, int own) {
     if (paired) {
         char* const panel = x + own * panel_bytes;
-        compute_x<1>(inverse, keys + own * panel_bytes, gates, panel);
+        compute_x<T, 1>(inverse, keys + own * panel_bytes, gates, panel);
         cutlass::arch::fence_view_async_shared();
         share_rows(panel, full, own ^ 1);
     } else {
-        compute_x(inverse, keys, gates, x);
+        compute_x<T>(inverse, keys, gates, x);
         cutlass::arch::fence_view_async_shared();
     }
 }
 
 /// Makes X of chunk after chunk, in the memory of a walk or of a fold, by a warpgroup.
-template <class Memory>
+template <class T, class Memory>
 struct x_maker {
     static constexpr int xs = Memory::xs;
 
@@ -171,8 +174,8 @@ struct x_maker {
             wait(memory.full[r.at], r.parity);
             // The X that was here is read where the next one's Y is made: sooner both would round, later K S would wait
             if (done + 1 >= xs) wait(memory.read[x.at], x.parity ^ 1);
-            make_one_x(memory.inverse[r.at], memory.keys[r.at], memory.gates[r.at], memory.x[at], memory.x_full[at],
-                       paired, own);
+            make_one_x<T>(memory.inverse[r.at], memory.keys[r.at], memory.gates[r.at], memory.x[at], memory.x_full[at],
+                          paired, own);
             arrive_warp(memory.x_full[at]);
             arrive_warp(memory.empty[r.at]);
         }
@@ -181,7 +184,7 @@ struct x_maker {
 
 /// Takes half a state over a chunk, whose X is being made; its products are still under way. f: the state before it, an
 /// operand, already faded in s. Calls `meanwhile()` while the first products are.
-template <class Memory, class F>
+template <class T, class Memory, class F>
 __device__ __forceinline__ void erase_and_write(Memory& memory, int at, ring<Memory::xs> const& x,
                                                 std::uint32_t const (&f)[32], std::uint32_t const (&v)[16],
                                                 half_state& s, F&& meanwhile, int peer = -1) {
@@ -189,7 +192,7 @@ __device__ __forceinline__ void erase_and_write(Memory& memory, int at, ring<Mem
     std::uint32_t y[16];
     keep(ks);
     cute::warpgroup_arrive();
-    multiply_along<8, 2>(ks, f, memory.keys[at], false);
+    multiply_along<T, 8, 2>(ks, f, memory.keys[at], false);
     cute::warpgroup_commit_batch();
     token_decays e;
     load_decays(memory.gates[at], e);
@@ -197,12 +200,12 @@ __device__ __forceinline__ void erase_and_write(Memory& memory, int at, ring<Mem
     wait(memory.x_full[x.at], x.parity);
     cute::warpgroup_wait<0>();
     keep(ks);
-    subtract(v, ks, e, y);
+    subtract<T>(v, ks, e, y);
     keep(s);
     arrive_warp(memory.read[x.at]);
     if (peer >= 0) arrive_warp(memory.read[x.at], peer);
     cute::warpgroup_arrive();
-    multiply_down<1>(s, y, memory.x[x.at], true);
+    multiply_down<T, 1>(s, y, memory.x[x.at], true);
     cute::warpgroup_commit_batch();
     arrive_warp(memory.empty[at]);
 }

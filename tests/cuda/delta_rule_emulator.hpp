@@ -17,32 +17,43 @@ using Eigen::Index;
 using matrix = Eigen::Matrix<double, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
 using vector = Eigen::VectorXd;
 
-/// Returns the nearest number with `bits` after the leading one, the even one of two. By its bits: where the compiler
-/// contracts products and sums, as it does by default for Grace, Veltkamp's splitting would return `x`.
-constexpr double rounded(double x, int bits) {
-    int const dropped = 52 - bits;
-    auto const all = std::bit_cast<std::uint64_t>(x), unit = std::uint64_t{1} << dropped;
-    return std::bit_cast<double>((all + unit / 2 - 1 + (all >> dropped & 1)) & ~(unit - 1));
-}
-static_assert(rounded(1.00390625, 7) == 1 && rounded(1.01171875, 7) == 1.015625); // halfway, to even
-static_assert(rounded(-0.999, 7) == -1 && rounded(0, 7) == 0);
-inline matrix bf16(matrix const& x) {
-    return x.unaryExpr([](double v) { return rounded(v, 7); });
-}
-inline matrix half(matrix const& x) {
-    return x.unaryExpr([](double v) { return rounded(v, 10); });
-}
+/// What operands are: numbers with so many bits after the leading one, down to a least exponent, from which on they are
+/// as far apart. None is too large.
+struct format {
+    int bits, least;
+
+    /// Returns the nearest number, the even one of two. By its bits: where the compiler contracts products and sums, as
+    /// it does by default for Grace, Veltkamp's splitting would return `x`.
+    constexpr double operator()(double x) const {
+        auto const all = std::bit_cast<std::uint64_t>(x);
+        int const exponent = static_cast<int>(all >> 52 & 2047) - 1023, dropped = 52 - bits;
+        if (exponent < least) { // a sum with so large a number drops the rest
+            double const large = 1.5 * std::bit_cast<double>(static_cast<std::uint64_t>(least + dropped + 1023) << 52);
+            return (x + large) - large;
+        }
+        auto const unit = std::uint64_t{1} << dropped;
+        return std::bit_cast<double>((all + unit / 2 - 1 + (all >> dropped & 1)) & ~(unit - 1));
+    }
+    matrix operator()(matrix const& x) const {
+        return x.unaryExpr([of = *this](double v) { return of(v); });
+    }
+};
+inline constexpr format bfloat16{7, -126}, half{10, -14};
+static_assert(bfloat16(1.00390625) == 1 && bfloat16(1.01171875) == 1.015625); // halfway, to even
+static_assert(bfloat16(-0.999) == -1 && bfloat16(0.0) == 0 && half(-0.9999) == -1);
+static_assert(half(0x1.4p-24) == 0x1p-24 && half(-0x1.8p-24) == -0x1p-23 && half(0x1.002p-14) == 0x1p-14);
+static_assert(half(0x1p-25) == 0 && half(0x1.ff9p-15) == 0x1.ff8p-15);
 inline matrix lower(matrix const& x) { return x.triangularView<Eigen::Lower>(); }
 inline matrix strictly_lower(matrix const& x) { return x.triangularView<Eigen::StrictlyLower>(); }
 
 /// Returns (I + L)^-1, made as the kernel makes it: of blocks of 8 on the diagonal, then of 16, then of rows of these,
-/// with operands rounded to half and sums that are not; then rounded to bfloat16.
-inline matrix inverse_of(matrix const& l) {
+/// with operands rounded to half and sums that are not; then rounded to `to`.
+inline matrix inverse_of(matrix const& l, format to) {
     Index const n = l.rows();
     matrix result = matrix::Zero(n, n), rounded_to_half = matrix::Zero(n, n);
     auto const size = [&](Index begin, Index most) { return std::min(most, n - begin); };
     auto const put = [&](Index row, Index column, matrix const& block) {
-        result.block(row, column, block.rows(), block.cols()) = bf16(block);
+        result.block(row, column, block.rows(), block.cols()) = to(block);
         rounded_to_half.block(row, column, block.rows(), block.cols()) = half(block);
     };
     for (Index i = 0; i < n; i += 8) {
@@ -74,6 +85,7 @@ struct head {
     vector g, beta;
     double scale;
     Index first = 0; ///< the token of its sequence that the first row is
+    format round = bfloat16;
 };
 struct results {
     matrix o, last, dq, dk, dv, dstate;
@@ -97,15 +109,17 @@ struct chunk {
             onward[i] = std::exp(total - sum[i]);
             for (Index j = 0; j <= i; ++j) decay(i, j) = std::exp(sum[i] - sum[j]);
         }
-        a = inverse_of(half(strictly_lower(beta.asDiagonal() * half(k * k.transpose()))));
+        a = inverse_of(half(strictly_lower(beta.asDiagonal() * half(k * k.transpose()))), in.round);
+        format const round = in.round;
         matrix const exact = lower(q * k.transpose());
-        scores = bf16(exact);
-        p = bf16((in.scale * (scores * a + exact - scores).cwiseProduct(decay)) * beta.asDiagonal());
-        x = bf16(beta.cwiseProduct(onward).asDiagonal() * (a.transpose() * k));
+        scores = round(exact);
+        p = round((in.scale * (scores * a + exact - scores).cwiseProduct(decay)) * beta.asDiagonal());
+        x = round(beta.cwiseProduct(onward).asDiagonal() * (a.transpose() * k));
     }
 };
 
 inline results run(head const& in) {
+    format const round = in.round;
     Index const tokens = in.q.rows(), keys = in.q.cols(), values = in.v.cols();
     results r{matrix(tokens, values), in.state, matrix(tokens, keys), matrix(tokens, keys),
               matrix(tokens, values), in.dlast, vector(tokens),       vector(tokens)};
@@ -113,9 +127,9 @@ inline results run(head const& in) {
     std::vector<matrix> states, writes;
     for (Index begin = 0; begin < tokens; begin += chunks.back().q.rows()) {
         chunk const& c = chunks.emplace_back(in, begin, std::min<Index>(64 - (in.first + begin) % 64, tokens - begin));
-        matrix const& s = states.emplace_back(bf16(r.last));
-        matrix const& y = writes.emplace_back(bf16(c.v - c.e.asDiagonal() * (c.k * s)));
-        r.o.middleRows(begin, c.q.rows()) = bf16(in.scale * (c.e.asDiagonal() * (c.q * s)) + c.p * y);
+        matrix const& s = states.emplace_back(round(r.last));
+        matrix const& y = writes.emplace_back(round(c.v - c.e.asDiagonal() * (c.k * s)));
+        r.o.middleRows(begin, c.q.rows()) = round(in.scale * (c.e.asDiagonal() * (c.q * s)) + c.p * y);
         r.last = c.e[c.e.size() - 1] * r.last + c.x.transpose() * y;
     }
     for (Index i = std::ssize(chunks) - 1; i >= 0; --i) {
@@ -123,30 +137,30 @@ inline results run(head const& in) {
         chunk const& c = chunks[at];
         matrix const &s = states[at], &y = writes[at];
         Index const begin = c.begin, n = c.q.rows();
-        matrix const ds = bf16(r.dstate), dy = c.x * ds + c.p.transpose() * c.dout, dv = bf16(dy);
+        matrix const ds = round(r.dstate), dy = c.x * ds + c.p.transpose() * c.dout, dv = round(dy);
         r.dv.middleRows(begin, n) = dv;
-        r.dstate = c.e[n - 1] * r.dstate + c.q.transpose() * bf16(in.scale * (c.e.asDiagonal() * c.dout)) -
-                   c.k.transpose() * bf16(c.e.asDiagonal() * dy);
+        r.dstate = c.e[n - 1] * r.dstate + c.q.transpose() * round(in.scale * (c.e.asDiagonal() * c.dout)) -
+                   c.k.transpose() * round(c.e.asDiagonal() * dy);
 
-        vector const b = bf16(matrix(c.beta));
-        matrix const dx = bf16(c.onward.asDiagonal() * (y * ds.transpose()));
-        matrix const exact = lower(in.scale * (c.dout * y.transpose()).cwiseProduct(c.decay)), e = bf16(exact);
-        matrix const times_beta = exact * c.beta.asDiagonal(), weighted = bf16(times_beta);
-        matrix const h = bf16(times_beta.cwiseProduct(c.scores * c.a));
-        matrix const dscores = bf16(lower(weighted * c.a.transpose()));
+        vector const b = round(matrix(c.beta));
+        matrix const dx = round(c.onward.asDiagonal() * (y * ds.transpose()));
+        matrix const exact = lower(in.scale * (c.dout * y.transpose()).cwiseProduct(c.decay)), e = round(exact);
+        matrix const times_beta = exact * c.beta.asDiagonal(), weighted = round(times_beta);
+        matrix const h = round(times_beta.cwiseProduct(c.scores * c.a));
+        matrix const dscores = round(lower(weighted * c.a.transpose()));
         matrix const kdx = c.k * dx.transpose(), inner = kdx + c.scores.transpose() * e;
-        matrix const left = bf16(bf16(c.a.transpose() * bf16(inner)) * b.asDiagonal());
-        matrix const x = bf16(strictly_lower(left * c.a.transpose())), z = bf16(-(b.asDiagonal() * x));
+        matrix const left = round(round(c.a.transpose() * round(inner)) * b.asDiagonal());
+        matrix const x = round(strictly_lower(left * c.a.transpose())), z = round(-(b.asDiagonal() * x));
         matrix const read = c.dout * s.transpose();
-        vector const t = c.a.cwiseProduct(bf16(kdx)).colwise().sum();
+        vector const t = c.a.cwiseProduct(round(kdx)).colwise().sum();
         r.dq.middleRows(begin, n) = in.scale * (c.e.asDiagonal() * read) + dscores * c.k;
-        r.dk.middleRows(begin, n) = bf16(c.a * b.asDiagonal()) * dx -
-                                    bf16(matrix(bf16(matrix(c.e)).asDiagonal() * dv)) * s.transpose() +
+        r.dk.middleRows(begin, n) = round(c.a * b.asDiagonal()) * dx -
+                                    round(matrix(round(matrix(c.e)).asDiagonal() * dv)) * s.transpose() +
                                     dscores.transpose() * c.q + (z + z.transpose()) * c.k;
-        r.dbeta.segment(begin, n) = c.a.cwiseProduct(bf16(inner)).colwise().sum().transpose() -
-                                    x.cwiseProduct(bf16(c.k * c.k.transpose())).rowwise().sum();
-        vector const rows = c.e.cwiseProduct(in.scale * c.q.cwiseProduct(bf16(read)).rowwise().sum() -
-                                             dv.cwiseProduct(bf16(c.k * s)).rowwise().sum());
+        r.dbeta.segment(begin, n) = c.a.cwiseProduct(round(inner)).colwise().sum().transpose() -
+                                    x.cwiseProduct(round(c.k * c.k.transpose())).rowwise().sum();
+        vector const rows = c.e.cwiseProduct(in.scale * c.q.cwiseProduct(round(read)).rowwise().sum() -
+                                             dv.cwiseProduct(round(c.k * s)).rowwise().sum());
         double const whole = c.e[n - 1] * s.cwiseProduct(ds).sum();
         for (Index j = 0; j < n; ++j)
             r.dg[begin + j] =

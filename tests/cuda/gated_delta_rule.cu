@@ -15,7 +15,14 @@ namespace {
 
 using namespace packed_delta_rule;
 
+/// What operands of T are to the emulator, and how much less than bfloat16's roundings are those of T.
+template <class T>
+inline constexpr emulator::format format_of = std::is_same_v<T, __half> ? emulator::half : emulator::bfloat16;
+template <class T>
+inline constexpr double finer = std::is_same_v<T, __half> ? 1.0 / 8 : 1;
+
 /// What tensor cores compute, but with exact sums; gradients of q and k are rounded after heads are added up.
+template <class T>
 results emulated(problem const& p) {
     auto const& s = p.shape;
     results r{.o = numbers(p.v.size()),
@@ -45,9 +52,9 @@ results emulated(problem const& p) {
             auto const whole = [&](auto& x) {
                 return Eigen::Map<emulator::matrix>(x.data() + state, s.key_dim, s.value_dim);
             };
-            auto const got =
-                emulator::run({key(p.q), key(p.k), value(p.v), value(p.dout), whole(r.last), whole(r.dstate), gate(p.g),
-                               gate(p.beta), s.scale.value_or(1 / std::sqrt(static_cast<double>(s.key_dim))), first});
+            auto const got = emulator::run(
+                {key(p.q), key(p.k), value(p.v), value(p.dout), whole(r.last), whole(r.dstate), gate(p.g), gate(p.beta),
+                 s.scale.value_or(1 / std::sqrt(static_cast<double>(s.key_dim))), first, format_of<T>});
             value(r.o) = got.o;
             whole(r.last) = got.last;
             key(r.dq) += got.dq;
@@ -57,8 +64,8 @@ results emulated(problem const& p) {
             gate(r.dbeta) = got.dbeta;
             whole(r.dstate) = got.dstate;
         }
-    r.dq = widen(convert<__nv_bfloat16>(r.dq));
-    r.dk = widen(convert<__nv_bfloat16>(r.dk));
+    r.dq = widen(convert<T>(r.dq));
+    r.dk = widen(convert<T>(r.dk));
     return r;
 }
 
@@ -79,6 +86,7 @@ void check_roundings(double times, double gates_times, results const& got, resul
 
 /// A = (I + L)^-1 of chunk `number` of a batch, as a forward has saved it: of a lower triangle strips of 16 columns, of
 /// rows of 32 bytes whose halves change places every 4 rows, without the blocks of 16 x 16 above the diagonal.
+template <class T>
 emulator::matrix saved_inverse(std::vector<char> const& saved, index_t number) {
     emulator::matrix a = emulator::matrix::Zero(64, 64);
     char const* at = saved.data() + number * 10 * 16 * 32;
@@ -86,9 +94,9 @@ emulator::matrix saved_inverse(std::vector<char> const& saved, index_t number) {
         for (index_t row = strip; row < 64; ++row, at += 32)
             for (index_t column = 0; column < 16; ++column) {
                 index_t const half = column / 8 ^ (row / 4 & 1);
-                __nv_bfloat16 element;
+                T element;
                 std::memcpy(&element, at + half * 16 + column % 8 * 2, 2);
-                a(row, strip + column) = static_cast<double>(__bfloat162float(element));
+                a(row, strip + column) = static_cast<double>(static_cast<float>(element));
             }
     return a;
 }
@@ -119,7 +127,9 @@ __global__ void find_sm_90a(int* found) {
 } // namespace
 
 TEST_SUITE("cuda") {
-    TEST_CASE("bfloat16 heads are on tensor cores where code for sm_90a runs and CUTLASS's headers were there") {
+    TEST_CASE_TEMPLATE(
+        "heads of 16 bits are on tensor cores where code for sm_90a runs and CUTLASS's headers were there", T,
+        __nv_bfloat16, __half) {
         if (!has_gpus()) return;
         buffer<int> const found(1);
         gpu::launch(find_sm_90a, dim3(1), dim3(1), 0, nullptr, "find_sm_90a", cpx::caller::here(), found.data());
@@ -127,10 +137,10 @@ TEST_SUITE("cuda") {
 #if !__has_include(<cute/arch/mma_sm90_gmma.hpp>)
         wanted = false;
 #endif
-        CHECK((core_path() == delta_rule_path::tensor_cores) == wanted);
-        auto const p = make<__nv_bfloat16>({70}, 1, 1, 128, 128, kind::mild, 1);
-        CHECK((on_gpu<__nv_bfloat16>(p, true).path == delta_rule_path::tensor_cores) == wanted);
-        CHECK(on_gpu<__half>(make<__half>({70}, 1, 1, 128, 128, kind::mild, 1), true).path == delta_rule_path::plain);
+        CHECK((core_path<T>() == delta_rule_path::tensor_cores) == wanted);
+        auto const p = make<T>({70}, 1, 1, 128, 128, kind::mild, 1);
+        CHECK((on_gpu<T>(p, true).path == delta_rule_path::tensor_cores) == wanted);
+        CHECK(on_gpu<float>(p, true).path == delta_rule_path::plain);
     }
 
     TEST_CASE_TEMPLATE("the gated delta rule and its gradients are the host's, token by token, of every size", T, float,
@@ -153,9 +163,9 @@ TEST_SUITE("cuda") {
             }
     }
 
-    TEST_CASE("the gated delta rule of bfloat16 heads and its gradients are the host's, whatever the gates") {
+    TEST_CASE_TEMPLATE("the gated delta rule of heads of 16 bits and its gradients are the host's, whatever the gates",
+                       T, __nv_bfloat16, __half) {
         if (!has_gpus()) return;
-        using T = __nv_bfloat16;
         for (head_dims const dim : core_dims)
             for (kind const what :
                  {kind::mild, kind::no_decay, kind::equal_keys, kind::same_keys, kind::beta_0, kind::beta_1,
@@ -170,20 +180,20 @@ TEST_SUITE("cuda") {
                     if (few) p.first = {0, 100, 1, 63, 64, 5};
                     bool const hard = is_hard(what);
                     auto const got = on_gpu<T>(p, true);
-                    CHECK(got.path == core_path());
-                    double const growth = rounding_growth(key), most = growth * (hard ? 2e-2 : 4.7e-3);
+                    CHECK(got.path == core_path<T>());
+                    double const growth = finer<T> * rounding_growth(key), most = growth * (hard ? 2e-2 : 4.7e-3);
                     auto const exact = on_host(p, true);
                     check_close(got, exact, most, most, growth * (hard ? 4e-2 : 6e-3));
                     if (!hard) check_close("o", got.o, exact.o, growth * 4.5e-3);
                     if (got.path == delta_rule_path::tensor_cores)
                         // dg is a running sum: of 96 x 64 and beta 1.999 it is at 1.16, the most of all
-                        check_roundings(1.15, key == 128 && value == 128 ? 1.15 : 1.2, got, emulated(p), exact);
+                        check_roundings(1.15, key == 128 && value == 128 ? 1.15 : 1.2, got, emulated<T>(p), exact);
                 }
     }
 
-    TEST_CASE("inverses that a forward saves are within 2e-3 of exact ones, whatever keys and betas") {
-        if (!has_gpus() || core_path() == delta_rule_path::plain) return; // the plain path makes none
-        using T = __nv_bfloat16;
+    TEST_CASE_TEMPLATE("inverses that a forward saves are within 2e-3 of exact ones, whatever keys and betas", T,
+                       __nv_bfloat16, __half) {
+        if (!has_gpus() || core_path<T>() == delta_rule_path::plain) return; // the plain path makes none
         for (kind const what : {kind::mild, kind::equal_keys, kind::same_keys, kind::beta_0, kind::beta_1, kind::beta_2,
                                 kind::beta_0_or_1, kind::never}) {
             CAPTURE(static_cast<int>(what));
@@ -198,7 +208,7 @@ TEST_SUITE("cuda") {
                              end = p.offsets[static_cast<std::size_t>(n + 1)];
                      i < end; i += 64, ++chunks)
                     for (index_t h = 0; h < p.shape.value_heads; ++h) {
-                        auto const got = saved_inverse(saved, chunks * p.shape.value_heads + h);
+                        auto const got = saved_inverse<T>(saved, chunks * p.shape.value_heads + h);
                         auto const exact = exact_inverse(p, i, std::min<index_t>(64, end - i), h);
                         CHECK((got - exact).norm() <= 2e-3 * exact.norm());
                         CHECK(got.diagonal() == exact.diagonal());
@@ -207,9 +217,9 @@ TEST_SUITE("cuda") {
         }
     }
 
-    TEST_CASE("131072 tokens that hardly forget have no more than their roundings' errors") {
+    TEST_CASE_TEMPLATE("131072 tokens that hardly forget have no more than their roundings' errors", T, __nv_bfloat16,
+                       __half) {
         if (!has_gpus()) return;
-        using T = __nv_bfloat16;
         auto const p = make<T>({131072}, 1, 1, 128, 128, kind::slow, 41);
         auto const exact = on_host(p, true);
         for (bool const scan : {false, true}) {
@@ -217,16 +227,15 @@ TEST_SUITE("cuda") {
             auto by = p;
             by.shape.scan = scan;
             auto const got = on_gpu<T>(by, true);
-            CHECK(got.path == core_path());
-            check_close(got, exact, 5.5e-3, 5.5e-3, 6e-3);
+            CHECK(got.path == core_path<T>());
+            check_close(got, exact, finer<T> * 5.5e-3, finer<T> * 5.5e-3, finer<T> * 6e-3);
             if (!scan && got.path == delta_rule_path::tensor_cores)
-                check_roundings(1.15, 1.15, got, emulated(p), exact);
+                check_roundings(1.15, 1.15, got, emulated<T>(p), exact);
         }
     }
 
-    TEST_CASE("a scale that is given, none or negative, is the factor of queries") {
+    TEST_CASE_TEMPLATE("a scale that is given, none or negative, is the factor of queries", T, __nv_bfloat16, __half) {
         if (!has_gpus()) return;
-        using T = __nv_bfloat16;
         for (head_dims const dim : core_dims)
             for (double const scale : {0.0, -0.5, 3.0})
                 for (auto const path : {delta_rule_path::tensor_cores, delta_rule_path::plain}) {
@@ -236,8 +245,8 @@ TEST_SUITE("cuda") {
                     auto p = make<T>({200, 0, 77}, 1, 2, dim.key, dim.value, kind::mild, 42);
                     p.shape.scale = scale, p.shape.path = path;
                     auto const got = on_gpu<T>(p, true);
-                    CHECK(got.path == (path == delta_rule_path::plain ? path : core_path()));
-                    double const growth = rounding_growth(dim.key);
+                    CHECK(got.path == (path == delta_rule_path::plain ? path : core_path<T>()));
+                    double const growth = finer<T> * rounding_growth(dim.key);
                     check_close(got, on_host(p, true), growth * 4.7e-3, growth * 4.7e-3, growth * 6e-3);
                     auto const none = [](numbers const& x) {
                         return std::ranges::all_of(x, [](double e) { return e == 0; });
@@ -279,7 +288,7 @@ TEST_SUITE("cuda") {
         }
     }
 
-    TEST_CASE("sequences of every length up to 130") {
+    TEST_CASE_TEMPLATE("sequences of every length up to 130", T, __nv_bfloat16, __half) {
         if (!has_gpus()) return;
         std::vector<index_t> lengths;
         for (index_t i = 0; i <= 130; ++i) lengths.push_back(i);
@@ -287,33 +296,35 @@ TEST_SUITE("cuda") {
             index_t const key = dim.key, value = dim.value;
             CAPTURE(key);
             CAPTURE(value);
-            auto const p = make<__nv_bfloat16>(lengths, 1, 1, key, value, kind::mild, 3);
-            check_close(on_gpu<__nv_bfloat16>(p, true), on_host(p, true), 4.5e-3, 4.5e-3, 4.5e-3);
+            auto const p = make<T>(lengths, 1, 1, key, value, kind::mild, 3);
+            double const most = finer<T> * 4.5e-3;
+            check_close(on_gpu<T>(p, true), on_host(p, true), most, most, most);
         }
     }
 
-    TEST_CASE("gradients of few tokens are the host's where given states count most") {
+    TEST_CASE_TEMPLATE("gradients of few tokens are the host's where given states count most", T, __nv_bfloat16,
+                       __half) {
         if (!has_gpus()) return;
-        using T = __nv_bfloat16;
         for (index_t tokens = 1; tokens <= 7; ++tokens) {
             CAPTURE(tokens);
             auto p = make<T>({tokens, tokens, tokens}, 2, 4, 128, 128, kind::mild, static_cast<std::uint64_t>(tokens));
             for (double& x : p.state) x *= 4; // exact, and dg is a small sum of large products
-            check_close(on_gpu<T>(p, true), on_host(p, true), 4.7e-3, 4.7e-3, 4.7e-3);
+            check_close(on_gpu<T>(p, true), on_host(p, true), finer<T> * 4.7e-3, finer<T> * 4.7e-3, finer<T> * 4.7e-3);
         }
     }
 
-    TEST_CASE("lengths about chunks, keys that are zero, sequences without tokens, and rows of no sequence") {
+    TEST_CASE_TEMPLATE("lengths about chunks, keys that are zero, sequences without tokens, and rows of no sequence", T,
+                       __nv_bfloat16, __half) {
         if (!has_gpus()) return;
-        using T = __nv_bfloat16;
         std::vector<index_t> lengths{1023, 1025};
         for (index_t i = 131; i <= 200; ++i) lengths.push_back(i);
         for (int i = 0; i < 11; ++i) lengths.push_back(33);
         auto p = make<T>(lengths, 1, 1, 128, 128, kind::mild, 23);
         for (index_t i = 0; i < p.tokens(); i += 3) std::ranges::fill(std::span(p.k).subspan(i * 128, 128), 0.0);
-        check_close(on_gpu<T>(p, true), on_host(p, true), 4.5e-3, 4.5e-3, 4.5e-3);
-        for (double& g : p.g) g = -20;                                           // nothing is left of the token before
-        check_close(on_gpu<T>(p, true), on_host(p, true), 4.5e-3, 4.5e-3, 6e-3); // dg by its roundings: 4.0e-3
+        check_close(on_gpu<T>(p, true), on_host(p, true), finer<T> * 4.5e-3, finer<T> * 4.5e-3, finer<T> * 4.5e-3);
+        for (double& g : p.g) g = -20; // nothing is left of the token before
+        check_close(on_gpu<T>(p, true), on_host(p, true), finer<T> * 4.5e-3, finer<T> * 4.5e-3,
+                    finer<T> * 6e-3); // dg by its roundings: 4.0e-3
 
         auto const none = make<T>({0, 0, 0}, 1, 2, 128, 128, kind::mild, 24);
         auto const got = on_gpu<T>(none, true);
@@ -333,9 +344,9 @@ TEST_SUITE("cuda") {
             auto const own = [](numbers const& x, index_t width) { return slice(x, width, 0, 200); };
             auto const exact = on_host(most, true);
             index_t const values = most.values();
-            check_close("o", own(part.o, values), own(exact.o, values), 4.5e-3);
-            check_close("dk", own(part.dk, key), own(exact.dk, key), 4.5e-3);
-            check_close("dg", own(part.dg, 2), own(exact.dg, 2), 6e-3); // its roundings alone: 5.7e-3
+            check_close("o", own(part.o, values), own(exact.o, values), finer<T> * 4.5e-3);
+            check_close("dk", own(part.dk, key), own(exact.dk, key), finer<T> * 4.5e-3);
+            check_close("dg", own(part.dg, 2), own(exact.dg, 2), finer<T> * 6e-3); // its roundings alone: 5.7e-3
             auto const untouched = [](numbers const& x, index_t width) {
                 return std::ranges::all_of(slice(x, width, 200, 264), [](double e) { return std::isnan(e); });
             };
@@ -344,9 +355,10 @@ TEST_SUITE("cuda") {
         }
     }
 
-    TEST_CASE("stretches that are folded beside each other, and joined, make the host's outputs, whatever the gates") {
+    TEST_CASE_TEMPLATE(
+        "stretches that are folded beside each other, and joined, make the host's outputs, whatever the gates", T,
+        __nv_bfloat16, __half) {
         if (!has_gpus()) return;
-        using T = __nv_bfloat16;
         for (head_dims const dim : core_dims) {
             index_t const key = dim.key, value = dim.value;
             CAPTURE(key);
@@ -358,7 +370,7 @@ TEST_SUITE("cuda") {
                 p.shape.scan = true;
                 p.shape.stretch = 3;
                 auto const got = on_gpu<T>(p, false);
-                double const most = rounding_growth(key) * (is_hard(what) ? 2e-2 : 4.7e-3);
+                double const most = finer<T> * rounding_growth(key) * (is_hard(what) ? 2e-2 : 4.7e-3);
                 check_close(got, on_host(p, false), most, most, 0);
                 CHECK(on_ranks::same_bits(got.o, on_gpu<T>(p, false).o));
             }

@@ -368,14 +368,14 @@ TEST_SUITE("cuda") {
         float, __nv_bfloat16) {
         if (!has_gpus(2)) return;
         check_layer<T>({48, {2, 4, 24, 40}, 4, 64, 1e-6}, {70, 0, 1, 130, 64, 3, 211}, 4, most<T>,
-                       sizeof(T) == 2 && cpx::cuda::detail::has_delta_hopper<true>());
+                       sizeof(T) == 2 && cpx::cuda::detail::has_delta_hopper<true, T>());
     }
 
     TEST_CASE(
         "a gated delta net of heads of 128 in bfloat16 on GPUs is the host's with its gradients, on tensor cores") {
         if (!has_gpus(2)) return;
         using T = __nv_bfloat16;
-        bool const can = cpx::cuda::detail::has_delta_hopper<true>();
+        bool const can = cpx::cuda::detail::has_delta_hopper<true, T>();
         std::vector<index_t> const lengths{70, 0, 1, 129, 333, 65, 203};
         check_layer<T>({32, {1, 2, 128, 128}, 4, 64, 1e-6}, lengths, 11, of_128, can);
         check_layer<T>({32, {2, 4, 128, 128}, 4, 64, 1e-6}, lengths, 12, of_128, can);

@@ -22,6 +22,10 @@ namespace cpx::cuda {
 template <class T>
 concept gpu_number = std::same_as<T, float> || std::same_as<T, __nv_bfloat16> || std::same_as<T, __half>;
 
+/// A type of 16 bits, of which tensor cores multiply two a word.
+template <class T>
+concept gpu_half = std::same_as<T, __nv_bfloat16> || std::same_as<T, __half>;
+
 namespace detail {
 
 using cpx::detail::in_place, cpx::detail::in_words, cpx::detail::operand, cpx::detail::require_apart;

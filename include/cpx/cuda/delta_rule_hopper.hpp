@@ -35,16 +35,17 @@ CUtensorMap panels_of(rows<T> r, index_t dim, caller here) {
     cuuint64_t const sizes[] = {number(dim), number(r.count()), number(r.width() / dim)};
     cuuint64_t const strides[] = {number(r.stride()) * sizeof(T), number(dim) * sizeof(T)};
     cuuint32_t const box[] = {64, 64, 1}, steps[] = {1, 1, 1};
-    auto const result =
-        encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<void*>(static_cast<void const*>(r.data())), sizes,
-               strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-               CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    auto const kind = std::same_as<std::remove_const_t<T>, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                                                   : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+    auto const result = encode(&map, kind, 3, const_cast<void*>(static_cast<void const*>(r.data())), sizes, strides,
+                               box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                               CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     require(result == CUDA_SUCCESS, "cuda", "cuTensorMapEncodeTiled", "success", static_cast<int>(result), here);
     return map;
 }
 
 template <class T>
-kernels::delta_head_rows delta_view(rows<T> r, index_t dim) {
+kernels::delta_head_rows<T> delta_view(rows<T> r, index_t dim) {
     return {delta_view(r), static_cast<int>(dim)};
 }
 
@@ -86,11 +87,11 @@ void launch_delta_prepared(delta_call<Erases, T> const& of, kernels::delta_walk 
     if (made) return of.make_plan();
     auto const keys = panels_of(of.in.k, of.shape.key_dim, of.here); // before a launch: a driver may lack it
     of.make_plan();
-    launch_hopper(of, "delta_rule_prep", kernels::delta_rule_prep<Erases>,
+    launch_hopper(of, "delta_rule_prep", kernels::delta_rule_prep<T, Erases>,
                   of.space.chunks * kernels::delta_prep_blocks(walk.key_heads, walk.group), 128,
                   Erases ? sizeof(kernels::delta::prep_memory) : sizeof(kernels::delta::prep_gates), keys,
-                  kernels::delta_prep_input{of.segments(), walk.plan, delta_log_decays_of(of.in.g, of.in.g_of),
-                                            delta_view(of.in.beta), walk.key_heads, walk.group},
+                  kernels::delta_prep_input<T>{of.segments(), walk.plan, delta_log_decays_of(of.in.g, of.in.g_of),
+                                               delta_view(of.in.beta), walk.key_heads, walk.group},
                   walk.prepared);
 }
 
@@ -103,7 +104,7 @@ kernels::delta_steps delta_steps_of(delta_call<Erases, T> const& of, bool before
 template <bool Erases, bool Back = false, class T>
 void launch_delta_steps(delta_call<Erases, T> const& of, kernels::delta_walk const& walk,
                         kernels::delta_steps const& steps, rows<T const> keys, rows<T const> values) {
-    launch_hopper(of, Back ? "delta_rule_fold_back" : "delta_rule_fold", kernels::delta_rule_fold<Erases, Back>,
+    launch_hopper(of, Back ? "delta_rule_fold_back" : "delta_rule_fold", kernels::delta_rule_fold<T, Erases, Back>,
                   of.space.stretches * of.shape.value_heads * (Erases ? 2 : 1), kernels::delta_fold_threads<Erases>,
                   sizeof(kernels::delta::fold_memory<Erases>), panels_of(keys, of.shape.key_dim, of.here),
                   panels_of(values, of.shape.value_dim, of.here), walk, steps);
@@ -131,7 +132,7 @@ void launch_delta_join(delta_call<Erases, T> const& of, kernels::delta_walk cons
 template <bool Erases, class T>
 void launch_delta_state(delta_call<Erases, T> const& of, kernels::delta_walk const& walk) {
     int const paired = Erases && of.shape.value_dim > 64 ? 2 : 1; // both halves of a state, which share X
-    launch_hopper(of, "delta_rule_state", paired, kernels::delta_rule_state<Erases>,
+    launch_hopper(of, "delta_rule_state", paired, kernels::delta_rule_state<T, Erases>,
                   of.space.sequences * of.shape.value_heads * 2, kernels::delta_state_threads<Erases>,
                   sizeof(kernels::delta::state_memory<1, Erases>), panels_of(of.in.k, of.shape.key_dim, of.here),
                   panels_of(of.in.v, of.shape.value_dim, of.here), walk);
@@ -144,12 +145,12 @@ void launch_delta_outputs(delta_call<Erases, T> const& of, kernels::delta_walk c
     if (share.first == share.last) return;
     auto const& in = of.in;
     index_t const stretches = of.space.stretches * (share.last - share.first) / kernels::delta_share::all + 1;
-    launch_hopper(of, "delta_rule_main", kernels::delta_rule_main<Erases>,
+    launch_hopper(of, "delta_rule_main", kernels::delta_rule_main<T, Erases>,
                   std::min(stretches, of.space.stretches) * of.shape.value_heads, 512,
                   sizeof(kernels::delta::main_memory<Erases>), panels_of(in.q, of.shape.key_dim, of.here),
                   panels_of(in.k, of.shape.key_dim, of.here), panels_of(in.v, of.shape.value_dim, of.here),
                   panels_of(o, of.shape.value_dim, of.here), walk,
-                  kernels::delta_output{delta_view(o, of.shape.value_dim), share, after_state});
+                  kernels::delta_output<T>{delta_view(o, of.shape.value_dim), share, after_state});
 }
 
 /// Launches all but what comes before.

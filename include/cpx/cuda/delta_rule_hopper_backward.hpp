@@ -57,9 +57,9 @@ void launch_delta_hopper_backward_fold(delta_call<Erases, T> const& of, rows<T c
         walk.last = dstates.data();
         with_halves<true>(fills_multiprocessors(2 * chains), [&](auto halves) {
             index_t const backs = chains * 2 / halves;
-            launch_hopper(of, "delta_rule_walks", kernels::delta_rule_walks<halves, true, true>, backs,
+            launch_hopper(of, "delta_rule_walks", kernels::delta_rule_walks<T, halves, true, true>, backs,
                           kernels::delta_walks_threads<true>, delta_walks_bytes<halves, true>(), q, k, d, d, d, walk,
-                          walk, kernels::delta_dvalues{}, static_cast<int>(backs));
+                          walk, kernels::delta_dvalues<T>{}, static_cast<int>(backs));
         });
     }
 }
@@ -134,12 +134,12 @@ public:
             auto const launch = [&](auto kernel) {
                 launch_hopper(of_, "delta_rule_walks", Erases && halves == 1 ? 2 : 1, kernel, backs + alongs,
                               kernels::delta_walks_threads<Erases>, delta_walks_bytes<halves, Erases>(), q_, k_, v_,
-                              dout_, dv_, forth_, back, kernels::delta_dvalues{delta_view(to_.dv, values())},
+                              dout_, dv_, forth_, back, kernels::delta_dvalues<T>{delta_view(to_.dv, values())},
                               static_cast<int>(backs));
             };
             if constexpr (Erases)
-                if (folds) return launch(kernels::delta_rule_walks<halves, true, true>);
-            launch(kernels::delta_rule_walks<halves, Erases>);
+                if (folds) return launch(kernels::delta_rule_walks<T, halves, true, true>);
+            launch(kernels::delta_rule_walks<T, halves, Erases>);
         });
     }
     /// Launches a share of the other gradients; `ways`: of the walk that they follow.
@@ -150,13 +150,13 @@ public:
             beside ? std::max<index_t>(delta_room_beside_back<Erases>(chains_), 1) : multiprocessors();
         bool const along_last = ways == delta_ways::both && delta_has_both_halves<Erases>(ways, chains_);
         launch_hopper(
-            of_, "delta_rule_grad", kernels::delta_rule_grad<Erases>,
+            of_, "delta_rule_grad", kernels::delta_rule_grad<T, Erases>,
             std::min<index_t>(of_.space.chunks * of_.shape.key_heads, blocks), 512, sizeof(kernels::delta::grad_memory),
             q_, k_, v_, dout_, dv_, panels(to_.dq, keys()), panels(to_.dk, keys()),
-            kernels::delta_gradients{forth_.plan, forth_.prepared, forth_.states, dstates(), delta_view(to_.dq, keys()),
-                                     delta_view(to_.dk, keys()), delta_view(to_.dg), delta_view(to_.dbeta),
-                                     forth_.key_heads, forth_.group, forth_.scale, delta_view(to_.dv, values()),
-                                     along_last && along_ < chains_, share});
+            kernels::delta_gradients<T>{forth_.plan, forth_.prepared, forth_.states, dstates(),
+                                        delta_view(to_.dq, keys()), delta_view(to_.dk, keys()), delta_view(to_.dg),
+                                        delta_view(to_.dbeta), forth_.key_heads, forth_.group, forth_.scale,
+                                        delta_view(to_.dv, values()), along_last && along_ < chains_, share});
     }
 
 private:

@@ -51,11 +51,15 @@ inline bool fills_multiprocessors(index_t blocks) { return 10 * blocks >= 9 * mu
 namespace cpx::cuda::detail {
 
 /// Whether the current device runs this build's code for sm_90a; other code of these kernels is empty.
-template <bool Erases>
+template <bool Erases, class T>
 bool has_delta_hopper() {
-    cudaFuncAttributes code{};
-    check(cudaFuncGetAttributes(&code, kernels::delta_rule_main<Erases>), "cudaFuncGetAttributes");
-    return code.numRegs > 64;
+    if constexpr (!gpu_half<T>) {
+        return false;
+    } else {
+        cudaFuncAttributes code{};
+        check(cudaFuncGetAttributes(&code, kernels::delta_rule_main<T, Erases>), "cudaFuncGetAttributes");
+        return code.numRegs > 64;
+    }
 }
 
 /// Returns how sequences are cut by scan and in folds: on all GPUs alike, for bits depend on it.
@@ -100,8 +104,8 @@ inline int delta_share_beside(gated_delta_rule_shape const& shape, kernels::delt
 template <bool Erases, class T>
 bool has_delta_hopper(gated_delta_rule_shape const& shape, index_t tokens) {
     auto const fits = [](index_t dim) { return dim <= 128 && dim % 8 == 0; };
-    return std::same_as<T, __nv_bfloat16> && shape.path == delta_rule_path::tensor_cores && fits(shape.key_dim) &&
-           fits(shape.value_dim) && tokens > 0 && has_delta_hopper<Erases>();
+    return shape.path == delta_rule_path::tensor_cores && fits(shape.key_dim) && fits(shape.value_dim) && tokens > 0 &&
+           has_delta_hopper<Erases, T>();
 }
 
 template <bool Erases>
@@ -180,7 +184,7 @@ template <class T>
 delta_space delta_saved_space(gated_delta_rule_shape const&, index_t, index_t) {
     return {};
 }
-template <bool Erases>
+template <bool Erases, class T>
 bool has_delta_hopper() {
     return false;
 }

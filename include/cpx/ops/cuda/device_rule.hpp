@@ -74,8 +74,7 @@ public:
     template <class X, class O>
     bool has_parts(X const& x, O const& o) const {
         auto const in = input({}, x, {});
-        return std::same_as<T, __nv_bfloat16> &&
-               cuda::detail::has_delta_hopper<Erases, T>(shape_of(in), in.k.count()) &&
+        return cuda::detail::has_delta_hopper<Erases, T>(shape_of(in), in.k.count()) &&
                cuda::detail::in_panels(in.q, in.k, in.v, o.data());
     }
     /// All outputs beside states take less time than some after them. So by serial states come first only where more
@@ -273,7 +272,7 @@ private:
                                          : cuda::named_range<"cpx head_decay_attention_backward">())
                                : (Erases ? cuda::named_range<"cpx gated_delta_rule">()
                                          : cuda::named_range<"cpx head_decay_attention">());
-        if constexpr (std::same_as<T, __nv_bfloat16>)
+        if constexpr (cuda::gpu_half<T>)
             f(cuda::detail::delta_call<Erases, T>{p.shape, p.in, p.space, p.workspace.data(), m.stream(), here});
     }
     /// Calls `f(call)` with a call of arguments that `check_on_device` has seen, or its caller has made.
