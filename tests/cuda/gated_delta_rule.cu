@@ -15,11 +15,9 @@ namespace {
 
 using namespace packed_delta_rule;
 
-/// What operands of T are to the emulator, and how much less than bfloat16's roundings are those of T.
+/// What operands of T are to the emulator.
 template <class T>
 inline constexpr emulator::format format_of = std::is_same_v<T, __half> ? emulator::half : emulator::bfloat16;
-template <class T>
-inline constexpr double finer = std::is_same_v<T, __half> ? 1.0 / 8 : 1;
 
 /// What tensor cores compute, but with exact sums; gradients of q and k are rounded after heads are added up.
 template <class T>
@@ -69,15 +67,21 @@ results emulated(problem const& p) {
     return r;
 }
 
-/// Checks that errors are at most `times` those of the roundings alone, that of dg `gates_times`, and what float sums
-/// add: where beta is 0 nothing that makes states is rounded.
-void check_roundings(double times, double gates_times, results const& got, results const& rounded,
-                     results const& exact) {
+/// Puts results of other runs behind those of the first.
+void append(results& to, results const& more) {
+    for (auto const tensor : {&results::o, &results::last, &results::dq, &results::dk, &results::dv, &results::dg,
+                              &results::dbeta, &results::dstate})
+        (to.*tensor).insert((to.*tensor).end(), (more.*tensor).begin(), (more.*tensor).end());
+}
+
+/// Checks that errors are at most 1.15 times those of the roundings alone, and what float sums add: where beta is 0
+/// nothing that makes states is rounded.
+void check_roundings(results const& got, results const& rounded, results const& exact) {
     auto const compare = [&](char const* name, numbers results::*tensor) {
         double const error = on_ranks::relative_error(got.*tensor, exact.*tensor);
         double const least = on_ranks::relative_error(rounded.*tensor, exact.*tensor);
-        double const most = (tensor == &results::dg ? gates_times : times) * least + 1e-7;
-        CHECK_MESSAGE(error <= most, std::string(name) << ": " << error << ", by its roundings " << least);
+        CHECK_MESSAGE(error <= 1.15 * least + 1e-7, std::string(name)
+                                                        << ": " << error << ", by its roundings " << least);
     };
     compare("o", &results::o), compare("dq", &results::dq), compare("dk", &results::dk), compare("dv", &results::dv);
     compare("dg", &results::dg), compare("dbeta", &results::dbeta);
@@ -169,26 +173,34 @@ TEST_SUITE("cuda") {
         for (head_dims const dim : core_dims)
             for (kind const what :
                  {kind::mild, kind::no_decay, kind::equal_keys, kind::same_keys, kind::beta_0, kind::beta_1,
-                  kind::beta_2, kind::strong, kind::spikes, kind::never, kind::beta_0_or_1})
-                for (bool const few : {true, false}) {
-                    index_t const key = dim.key, value = dim.value;
-                    CAPTURE(key);
-                    CAPTURE(value);
-                    CAPTURE(static_cast<int>(what));
+                  kind::beta_2, kind::strong, kind::spikes, kind::never, kind::beta_0_or_1}) {
+                // dg is a running sum. Where beta is 1.999 to round inputs that are 2e-7 different makes its error 0.87
+                // to 1.27 times what it is, of 1088 tokens of 2 heads: of so many runs together 0.99 to 1.01.
+                int const together = what == kind::beta_2 ? 8 : 1;
+                index_t const key = dim.key, value = dim.value;
+                CAPTURE(key);
+                CAPTURE(value);
+                CAPTURE(static_cast<int>(what));
+                bool const hard = is_hard(what);
+                double const growth = finer<T>(what) * rounding_growth(key), most = growth * (hard ? 2e-2 : 4.7e-3);
+                results got, rounded, exact;
+                for (int run = 0; run <= together; ++run) {
+                    bool const few = run == 0;
                     auto p = few ? make<T>({0, 63, 65, 128, 1, 0}, 2, 3, key, value, what, 8)
-                                 : make<T>({200, 311, 0, 64, 513}, 1, 2, key, value, what, 7);
+                                 : make<T>({200, 311, 0, 64, 513}, 1, 2, key, value, what,
+                                           static_cast<std::uint64_t>(6 + run));
                     if (few) p.first = {0, 100, 1, 63, 64, 5};
-                    bool const hard = is_hard(what);
-                    auto const got = on_gpu<T>(p, true);
-                    CHECK(got.path == core_path<T>());
-                    double const growth = finer<T> * rounding_growth(key), most = growth * (hard ? 2e-2 : 4.7e-3);
-                    auto const exact = on_host(p, true);
-                    check_close(got, exact, most, most, growth * (hard ? 4e-2 : 6e-3));
-                    if (!hard) check_close("o", got.o, exact.o, growth * 4.5e-3);
-                    if (got.path == delta_rule_path::tensor_cores)
-                        // dg is a running sum: of 96 x 64 and beta 1.999 it is at 1.16, the most of all
-                        check_roundings(1.15, key == 128 && value == 128 ? 1.15 : 1.2, got, emulated<T>(p), exact);
+                    auto const of_run = on_gpu<T>(p, true), of_host = on_host(p, true);
+                    CHECK(of_run.path == core_path<T>());
+                    check_close(of_run, of_host, most, most, growth * (hard ? 4e-2 : 6e-3));
+                    if (!hard) check_close("o", of_run.o, of_host.o, growth * 4.5e-3);
+                    if (of_run.path == delta_rule_path::plain) continue;
+                    append(got, of_run), append(exact, of_host), append(rounded, emulated<T>(p));
+                    if (together > 1 && run < together) continue;
+                    check_roundings(got, rounded, exact);
+                    got = rounded = exact = {};
                 }
+            }
     }
 
     TEST_CASE_TEMPLATE("inverses that a forward saves are within 2e-3 of exact ones, whatever keys and betas", T,
@@ -228,9 +240,8 @@ TEST_SUITE("cuda") {
             by.shape.scan = scan;
             auto const got = on_gpu<T>(by, true);
             CHECK(got.path == core_path<T>());
-            check_close(got, exact, finer<T> * 5.5e-3, finer<T> * 5.5e-3, finer<T> * 6e-3);
-            if (!scan && got.path == delta_rule_path::tensor_cores)
-                check_roundings(1.15, 1.15, got, emulated<T>(p), exact);
+            check_close(got, exact, finer<T>() * 5.5e-3, finer<T>() * 5.5e-3, finer<T>() * 6e-3);
+            if (!scan && got.path == delta_rule_path::tensor_cores) check_roundings(got, emulated<T>(p), exact);
         }
     }
 
@@ -246,7 +257,7 @@ TEST_SUITE("cuda") {
                     p.shape.scale = scale, p.shape.path = path;
                     auto const got = on_gpu<T>(p, true);
                     CHECK(got.path == (path == delta_rule_path::plain ? path : core_path<T>()));
-                    double const growth = finer<T> * rounding_growth(dim.key);
+                    double const growth = finer<T>() * rounding_growth(dim.key);
                     check_close(got, on_host(p, true), growth * 4.7e-3, growth * 4.7e-3, growth * 6e-3);
                     auto const none = [](numbers const& x) {
                         return std::ranges::all_of(x, [](double e) { return e == 0; });
@@ -297,7 +308,7 @@ TEST_SUITE("cuda") {
             CAPTURE(key);
             CAPTURE(value);
             auto const p = make<T>(lengths, 1, 1, key, value, kind::mild, 3);
-            double const most = finer<T> * 4.5e-3;
+            double const most = finer<T>() * 4.5e-3;
             check_close(on_gpu<T>(p, true), on_host(p, true), most, most, most);
         }
     }
@@ -309,7 +320,8 @@ TEST_SUITE("cuda") {
             CAPTURE(tokens);
             auto p = make<T>({tokens, tokens, tokens}, 2, 4, 128, 128, kind::mild, static_cast<std::uint64_t>(tokens));
             for (double& x : p.state) x *= 4; // exact, and dg is a small sum of large products
-            check_close(on_gpu<T>(p, true), on_host(p, true), finer<T> * 4.7e-3, finer<T> * 4.7e-3, finer<T> * 4.7e-3);
+            check_close(on_gpu<T>(p, true), on_host(p, true), finer<T>() * 4.7e-3, finer<T>() * 4.7e-3,
+                        finer<T>() * 4.7e-3);
         }
     }
 
@@ -321,10 +333,20 @@ TEST_SUITE("cuda") {
         for (int i = 0; i < 11; ++i) lengths.push_back(33);
         auto p = make<T>(lengths, 1, 1, 128, 128, kind::mild, 23);
         for (index_t i = 0; i < p.tokens(); i += 3) std::ranges::fill(std::span(p.k).subspan(i * 128, 128), 0.0);
-        check_close(on_gpu<T>(p, true), on_host(p, true), finer<T> * 4.5e-3, finer<T> * 4.5e-3, finer<T> * 4.5e-3);
+        check_close(on_gpu<T>(p, true), on_host(p, true), finer<T>() * 4.5e-3, finer<T>() * 4.5e-3,
+                    finer<T>() * 4.5e-3);
         for (double& g : p.g) g = -20; // nothing is left of the token before
-        check_close(on_gpu<T>(p, true), on_host(p, true), finer<T> * 4.5e-3, finer<T> * 4.5e-3,
-                    finer<T> * 6e-3); // dg by its roundings: 4.0e-3
+        auto const of_one = on_gpu<T>(p, true), exact_of_one = on_host(p, true);
+        if (std::is_same_v<T, __half>) { // nor of dg and dstate: e^-20 is less than its least number
+            auto const near = [](numbers const& a, numbers const& b) {
+                return std::ranges::equal(a, b, [](double x, double y) { return std::abs(x - y) <= 1e-6; });
+            };
+            check_close("o", of_one.o, exact_of_one.o, finer<T>() * 4.5e-3);
+            check_close("dk", of_one.dk, exact_of_one.dk, finer<T>() * 4.5e-3);
+            CHECK((near(of_one.dg, exact_of_one.dg) && near(of_one.dstate, exact_of_one.dstate)));
+        } else {
+            check_close(of_one, exact_of_one, 4.5e-3, 4.5e-3, 6e-3); // dg by its roundings: 4.0e-3
+        }
 
         auto const none = make<T>({0, 0, 0}, 1, 2, 128, 128, kind::mild, 24);
         auto const got = on_gpu<T>(none, true);
@@ -344,9 +366,9 @@ TEST_SUITE("cuda") {
             auto const own = [](numbers const& x, index_t width) { return slice(x, width, 0, 200); };
             auto const exact = on_host(most, true);
             index_t const values = most.values();
-            check_close("o", own(part.o, values), own(exact.o, values), finer<T> * 4.5e-3);
-            check_close("dk", own(part.dk, key), own(exact.dk, key), finer<T> * 4.5e-3);
-            check_close("dg", own(part.dg, 2), own(exact.dg, 2), finer<T> * 6e-3); // its roundings alone: 5.7e-3
+            check_close("o", own(part.o, values), own(exact.o, values), finer<T>() * 4.5e-3);
+            check_close("dk", own(part.dk, key), own(exact.dk, key), finer<T>() * 4.5e-3);
+            check_close("dg", own(part.dg, 2), own(exact.dg, 2), finer<T>() * 6e-3); // its roundings alone: 5.7e-3
             auto const untouched = [](numbers const& x, index_t width) {
                 return std::ranges::all_of(slice(x, width, 200, 264), [](double e) { return std::isnan(e); });
             };
@@ -370,7 +392,7 @@ TEST_SUITE("cuda") {
                 p.shape.scan = true;
                 p.shape.stretch = 3;
                 auto const got = on_gpu<T>(p, false);
-                double const most = finer<T> * rounding_growth(key) * (is_hard(what) ? 2e-2 : 4.7e-3);
+                double const most = finer<T>(what) * rounding_growth(key) * (is_hard(what) ? 2e-2 : 4.7e-3);
                 check_close(got, on_host(p, false), most, most, 0);
                 CHECK(on_ranks::same_bits(got.o, on_gpu<T>(p, false).o));
             }

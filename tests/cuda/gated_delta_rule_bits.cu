@@ -81,16 +81,17 @@ TEST_SUITE("cuda") {
             }
     }
 
-    TEST_CASE("neither the stretches of a sequence, nor other ones, nor what a forward saves change a bit of it") {
+    TEST_CASE_TEMPLATE(
+        "neither the stretches of a sequence, nor other ones, nor what a forward saves change a bit of it", T,
+        __nv_bfloat16, __half) {
         if (!has_gpus()) return;
-        using T = __nv_bfloat16;
         for (head_dims const dim : core_dims) {
             index_t const key = dim.key, value = dim.value;
             CAPTURE(key);
             CAPTURE(value);
             auto p = make<T>({1100, 77, 300}, 2, 2, key, value, kind::mild, 11);
             auto const whole = on_gpu<T>(p, true);
-            CHECK(whole.path == core_path());
+            CHECK(whole.path == core_path<T>());
             CHECK(same_gradients(on_gpu<T>(p, true), whole));
             auto const from_saved = on_gpu<T>(p, true, true);
             CHECK(on_ranks::same_bits(from_saved.o, whole.o));
@@ -111,9 +112,10 @@ TEST_SUITE("cuda") {
         }
     }
 
-    TEST_CASE("a sequence that holds NaN, states among it, changes no bit of others, however they are computed") {
+    TEST_CASE_TEMPLATE(
+        "a sequence that holds NaN, states among it, changes no bit of others, however they are computed", T,
+        __nv_bfloat16, __half) {
         if (!has_gpus()) return;
-        using T = __nv_bfloat16;
         struct {
             index_t stretch;
             bool scan, saves;
@@ -131,7 +133,7 @@ TEST_SUITE("cuda") {
                 auto p = make<T>({1100, 77, 300}, 2, 2, dim.key, dim.value, kind::mild, 11);
                 p.shape.stretch = way.stretch, p.shape.scan = way.scan, p.shape.path = way.path;
                 auto const alone = on_gpu<T>(p, true, way.saves);
-                CHECK(alone.path == (way.path == delta_rule_path::plain ? way.path : core_path()));
+                CHECK(alone.path == (way.path == delta_rule_path::plain ? way.path : core_path<T>()));
                 auto beside = p;
                 make_nan(beside, 1);
                 check_others(p, 1, on_gpu<T>(beside, true, way.saves), alone);
@@ -153,11 +155,12 @@ TEST_SUITE("cuda") {
         }
     }
 
-    TEST_CASE("a thousand runs have the bits of the first one, forward and backward") {
+    TEST_CASE_TEMPLATE("a thousand runs have the bits of the first one, forward and backward", T, __nv_bfloat16,
+                       __half) {
         if (!has_gpus()) return;
-        auto const p = make<__nv_bfloat16>({1500, 0, 77, 2300}, 1, 2, 128, 128, kind::no_decay, 31);
+        auto const p = make<T>({1500, 0, 77, 2300}, 1, 2, 128, 128, kind::no_decay, 31);
         gpu::stream const stream;
-        gpu_call<__nv_bfloat16> call(p, true);
+        gpu_call<T> call(p, true);
         auto const of_run = [&] {
             call.poison(stream);
             call.run(stream);
@@ -174,9 +177,9 @@ TEST_SUITE("cuda") {
         CHECK(others == 0);
     }
 
-    TEST_CASE("to cut a sequence at a multiple of 64 tokens and to hand the state on changes no bit") {
+    TEST_CASE_TEMPLATE("to cut a sequence at a multiple of 64 tokens and to hand the state on changes no bit", T,
+                       __nv_bfloat16, __half) {
         if (!has_gpus()) return;
-        using T = __nv_bfloat16;
         for (head_dims const dim : core_dims) {
             index_t const key = dim.key, value = dim.value;
             CAPTURE(key);
@@ -186,7 +189,8 @@ TEST_SUITE("cuda") {
 
             auto odd = segment_of(p, 100, 500); // begins and ends with a part of a chunk
             odd.state = on_gpu<T>(segment_of(p, 0, 100), false).last;
-            check_close("o", on_gpu<T>(odd, false).o, slice(on_host(p, false).o, p.values(), 100, 500), 4.5e-3);
+            check_close("o", on_gpu<T>(odd, false).o, slice(on_host(p, false).o, p.values(), 100, 500),
+                        finer<T>() * 4.5e-3);
         }
     }
 }

@@ -109,9 +109,9 @@ TEST_SUITE("cuda") {
             }
     }
 
-    TEST_CASE("a decay a head of bfloat16 heads and its gradients are the host's, whatever the gates") {
+    TEST_CASE_TEMPLATE("a decay a head of heads of 16 bits and its gradients are the host's, whatever the gates", T,
+                       __nv_bfloat16, __half) {
         if (!has_gpus()) return;
-        using T = __nv_bfloat16;
         for (head_dims const dim : core_dims) {
             index_t const key = dim.key, value = dim.value;
             CAPTURE(key);
@@ -123,8 +123,8 @@ TEST_SUITE("cuda") {
                                  : unnormalised<T>({200, 311, 0, 64, 513}, 1, 2, key, value, what, 7);
                     if (few) p.first = {0, 100, 1, 63, 64, 5};
                     auto const got = on_gpu<T>(p, true);
-                    CHECK(got.path == core_path());
-                    double const growth = rounding_growth(key);
+                    CHECK(got.path == core_path<T>());
+                    double const growth = finer<T>() * rounding_growth(key);
                     check_close(got, on_host(p, true), growth * 4.7e-3, growth * 4.7e-3, growth * 6e-3);
                 }
         }
@@ -173,9 +173,10 @@ TEST_SUITE("cuda") {
         }
     }
 
-    TEST_CASE("stretches of a decay a head that are folded beside each other, and joined, make the host's outputs") {
+    TEST_CASE_TEMPLATE(
+        "stretches of a decay a head that are folded beside each other, and joined, make the host's outputs", T,
+        __nv_bfloat16, __half) {
         if (!has_gpus()) return;
-        using T = __nv_bfloat16;
         for (head_dims const dim : core_dims) {
             index_t const key = dim.key, value = dim.value;
             CAPTURE(key);
@@ -186,7 +187,7 @@ TEST_SUITE("cuda") {
                 p.shape.scan = true;
                 p.shape.stretch = 3;
                 auto const got = on_gpu<T>(p, false);
-                check_close(got, on_host(p, false), 4.7e-3, 4.7e-3, 0);
+                check_close(got, on_host(p, false), finer<T>() * 4.7e-3, finer<T>() * 4.7e-3, 0);
                 CHECK(on_ranks::same_bits(got.o, on_gpu<T>(p, false).o));
             }
         }
