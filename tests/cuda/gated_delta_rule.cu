@@ -67,25 +67,25 @@ results emulated(problem const& p) {
     return r;
 }
 
-/// Puts results of other runs behind those of the first.
-void append(results& to, results const& more) {
-    for (auto const tensor : {&results::o, &results::last, &results::dq, &results::dk, &results::dv, &results::dg,
-                              &results::dbeta, &results::dstate})
-        (to.*tensor).insert((to.*tensor).end(), (more.*tensor).begin(), (more.*tensor).end());
-}
-
-/// Checks that errors are at most 1.15 times those of the roundings alone, and what float sums add: where beta is 0
-/// nothing that makes states is rounded.
-void check_roundings(results const& got, results const& rounded, results const& exact) {
-    auto const compare = [&](char const* name, numbers results::*tensor) {
+/// Checks that errors are at most 1.15 times those of the roundings alone, those of dg `of_gates` times, and what float
+/// sums add: where beta is 0 nothing that makes states is rounded. Returns how many times as large dg's is.
+double check_roundings(results const& got, results const& rounded, results const& exact, double of_gates = 1.15) {
+    auto const compare = [&](char const* name, numbers results::*tensor, double times) {
         double const error = on_ranks::relative_error(got.*tensor, exact.*tensor);
         double const least = on_ranks::relative_error(rounded.*tensor, exact.*tensor);
-        CHECK_MESSAGE(error <= 1.15 * least + 1e-7, std::string(name)
-                                                        << ": " << error << ", by its roundings " << least);
+        CHECK_MESSAGE(error <= times * least + 1e-7, std::string(name)
+                                                         << ": " << error << ", by its roundings " << least);
+        return error / least;
     };
-    compare("o", &results::o), compare("dq", &results::dq), compare("dk", &results::dk), compare("dv", &results::dv);
-    compare("dg", &results::dg), compare("dbeta", &results::dbeta);
-    compare("last", &results::last), compare("dstate", &results::dstate);
+    for (auto const& [name, tensor] : {std::pair("o", &results::o),
+                                       {"last", &results::last},
+                                       {"dq", &results::dq},
+                                       {"dk", &results::dk},
+                                       {"dv", &results::dv},
+                                       {"dstate", &results::dstate}})
+        compare(name, tensor, 1.15);
+    compare("dbeta", &results::dbeta, 1.15);
+    return compare("dg", &results::dg, of_gates);
 }
 
 /// A = (I + L)^-1 of chunk `number` of a batch, as a forward has saved it: of a lower triangle strips of 16 columns, of
@@ -170,37 +170,31 @@ TEST_SUITE("cuda") {
     TEST_CASE_TEMPLATE("the gated delta rule of heads of 16 bits and its gradients are the host's, whatever the gates",
                        T, __nv_bfloat16, __half) {
         if (!has_gpus()) return;
-        for (head_dims const dim : core_dims)
+        for (head_dims const dim : core_dims) {
+            index_t const key = dim.key, value = dim.value;
+            CAPTURE(key);
+            CAPTURE(value);
+            double squares = 0; // of how many times dg's errors are its roundings'
+            int count = 0;
             for (kind const what :
                  {kind::mild, kind::no_decay, kind::equal_keys, kind::same_keys, kind::beta_0, kind::beta_1,
-                  kind::beta_2, kind::strong, kind::spikes, kind::never, kind::beta_0_or_1}) {
-                // dg is a running sum. Where beta is 1.999 to round inputs that are 2e-7 different makes its error 0.87
-                // to 1.27 times what it is, of 1088 tokens of 2 heads: of so many runs together 0.99 to 1.01.
-                int const together = what == kind::beta_2 ? 8 : 1;
-                index_t const key = dim.key, value = dim.value;
-                CAPTURE(key);
-                CAPTURE(value);
-                CAPTURE(static_cast<int>(what));
-                bool const hard = is_hard(what);
-                double const growth = finer<T>(what) * rounding_growth(key), most = growth * (hard ? 2e-2 : 4.7e-3);
-                results got, rounded, exact;
-                for (int run = 0; run <= together; ++run) {
-                    bool const few = run == 0;
+                  kind::beta_2, kind::strong, kind::spikes, kind::never, kind::beta_0_or_1})
+                for (bool const few : {true, false}) {
+                    CAPTURE(static_cast<int>(what));
                     auto p = few ? make<T>({0, 63, 65, 128, 1, 0}, 2, 3, key, value, what, 8)
-                                 : make<T>({200, 311, 0, 64, 513}, 1, 2, key, value, what,
-                                           static_cast<std::uint64_t>(6 + run));
+                                 : make<T>({200, 311, 0, 64, 513}, 1, 2, key, value, what, 7);
                     if (few) p.first = {0, 100, 1, 63, 64, 5};
-                    auto const of_run = on_gpu<T>(p, true), of_host = on_host(p, true);
-                    CHECK(of_run.path == core_path<T>());
-                    check_close(of_run, of_host, most, most, growth * (hard ? 4e-2 : 6e-3));
-                    if (!hard) check_close("o", of_run.o, of_host.o, growth * 4.5e-3);
-                    if (of_run.path == delta_rule_path::plain) continue;
-                    append(got, of_run), append(exact, of_host), append(rounded, emulated<T>(p));
-                    if (together > 1 && run < together) continue;
-                    check_roundings(got, rounded, exact);
-                    got = rounded = exact = {};
+                    auto const got = on_gpu<T>(p, true), exact = on_host(p, true);
+                    CHECK(got.path == core_path<T>());
+                    check_close(got, exact, most_of<T>(what, key));
+                    if (got.path == delta_rule_path::plain) continue;
+                    // dg is a running sum of few terms that count: inputs that differ by 2e-7 make its roundings' error
+                    // 0.82 to 1.27 times what it is, by the emulator, but hardly change all of them together.
+                    double const times = check_roundings(got, emulated<T>(p), exact, 1.3);
+                    squares += times * times, ++count;
                 }
-            }
+            CHECK(std::sqrt(squares) <= 1.1 * std::sqrt(count));
+        }
     }
 
     TEST_CASE_TEMPLATE("inverses that a forward saves are within 2e-3 of exact ones, whatever keys and betas", T,
@@ -240,7 +234,7 @@ TEST_SUITE("cuda") {
             by.shape.scan = scan;
             auto const got = on_gpu<T>(by, true);
             CHECK(got.path == core_path<T>());
-            check_close(got, exact, finer<T>() * 5.5e-3, finer<T>() * 5.5e-3, finer<T>() * 6e-3);
+            check_close(got, exact, {finer<T>() * 4.5e-3, finer<T>() * 5.5e-3, finer<T>() * 6e-3});
             if (!scan && got.path == delta_rule_path::tensor_cores) check_roundings(got, emulated<T>(p), exact);
         }
     }
@@ -257,8 +251,7 @@ TEST_SUITE("cuda") {
                     p.shape.scale = scale, p.shape.path = path;
                     auto const got = on_gpu<T>(p, true);
                     CHECK(got.path == (path == delta_rule_path::plain ? path : core_path<T>()));
-                    double const growth = finer<T>() * rounding_growth(dim.key);
-                    check_close(got, on_host(p, true), growth * 4.7e-3, growth * 4.7e-3, growth * 6e-3);
+                    check_close(got, on_host(p, true), most_of<T>(kind::mild, dim.key));
                     auto const none = [](numbers const& x) {
                         return std::ranges::all_of(x, [](double e) { return e == 0; });
                     };
@@ -276,8 +269,7 @@ TEST_SUITE("cuda") {
             auto const p = make<T>({70, 130}, 2, 2, key, value, kind::mild, 9);
             auto const got = on_gpu<T>(p, true);
             CHECK(got.path == (key == 8 ? core_path() : delta_rule_path::plain));
-            double const growth = rounding_growth(std::min<index_t>(key, 128));
-            check_close(got, on_host(p, true), growth * 4.7e-3, growth * 4.7e-3, growth * 6e-3);
+            check_close(got, on_host(p, true), most_of<T>(kind::mild, key));
         }
     }
 
@@ -392,8 +384,7 @@ TEST_SUITE("cuda") {
                 p.shape.scan = true;
                 p.shape.stretch = 3;
                 auto const got = on_gpu<T>(p, false);
-                double const most = finer<T>(what) * rounding_growth(key) * (is_hard(what) ? 2e-2 : 4.7e-3);
-                check_close(got, on_host(p, false), most, most, 0);
+                check_close(got, on_host(p, false), most_of<T>(what, key));
                 CHECK(on_ranks::same_bits(got.o, on_gpu<T>(p, false).o));
             }
         }
