@@ -11,6 +11,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <string>
 #include <utility>
 #include <vector>
@@ -127,6 +128,23 @@ TEST_SUITE("cuda") {
                     check_close(got, on_host(p, true), most_of<T>(what, key));
                 }
         }
+    }
+
+    TEST_CASE("states that half cannot hold make outputs infinite or NaN, and are float on the plain path") {
+        if (!has_gpus()) return;
+        using T = __half;
+        auto p = unnormalised<T>({300}, 1, 1, 64, 64, kind::no_decay, 5);
+        std::ranges::fill(p.k, 1), std::ranges::fill(p.q, 0x1p-6), std::ranges::fill(p.v, 512); // up to 153600
+        auto const expected = on_host(p, false);
+        auto const got = on_gpu<T>(p, false);
+        CHECK(got.path == core_path<T>());
+        auto const finite = [](numbers const& x) {
+            return std::ranges::all_of(x, [](double e) { return std::isfinite(e); });
+        };
+        CHECK(finite(got.o) == (got.path == delta_rule_path::plain));
+        check_close("o of a chunk", slice(got.o, 64, 0, 64), slice(expected.o, 64, 0, 64), 1e-3);
+        p.shape.path = delta_rule_path::plain;
+        check_close("o", on_gpu<T>(p, false).o, expected.o, 1e-3);
     }
 
     TEST_CASE("a decay a head of sequences of every length up to 130") {

@@ -62,7 +62,7 @@ index_t gated_delta_rule_fold_workspace(gated_delta_rule_shape const& shape, ind
 /// workspace: device memory at a multiple of 256 bytes. No result overlaps anything else. Can be captured.
 ///
 /// Returns the path it took, as `gated_delta_rule` does. On tensor cores the columns of M and E are states like any
-/// other, with operands of bfloat16: within rounding of the state that `gated_delta_rule` hands on. Segments are cut
+/// other, with operands of T: within rounding of the state that `gated_delta_rule` hands on. Segments are cut
 /// into stretches of `shape.stretch` chunks, or 32, whose steps are joined in float: bits depend on it.
 ///
 /// Throws `cpx::error` on shapes that do not fit and memory of another device, before anything is launched.

@@ -372,7 +372,7 @@ for _name in _map_width:
 
 def _kept(name, q, plan, comm, heads, value_heads):
     """Returns how many float32 kernels keep for the backward at most: of any grouping of the rank's segments."""
-    if name != "gated_delta_rule" or comm.kept_chunk == 0 or q.dtype is not torch.bfloat16:
+    if name != "gated_delta_rule" or comm.kept_chunk == 0 or q.dtype not in (torch.bfloat16, torch.float16):
         return 0
     if any(dim > 128 or dim % 8 != 0 for dim in heads[2:4]):
         return 0
