@@ -2,7 +2,8 @@
 // The gated delta rule of tensors on devices, on any sharding, in the stream of their communicator.
 //
 // It is carried by a `cuda::state_exchange`, made once, or a communicator, which prepares itself for one call. q, k, v
-// and o may be float, bfloat16 or half; gates, states and sums are float, steps of `scan`, too; the chunk is 64. Where
+// and o may be float, bfloat16 or half; gates, states and sums are float, steps of `scan`, too; the chunk is 64. On tensor
+// cores states are operands of the elements' type, too: beyond 65504 those of half make outputs infinite or NaN. Where
 // sequences have a token at most and states before and after, but no backward, it is `cuda::gated_delta_rule_step`. On
 // `head_sharded` a rank holds whole groups of value heads, or some that read one key head and have no backward. Throws
 // for memory of another device or stream, key_dim above 256, value_dim above 65536, a chunk that is not 64, and more

@@ -8,6 +8,7 @@
 namespace cpx {
 
 /// The tensors of a `head_decay_attention` on one rank's device, as in `recurrence_tensors`; g and states are float.
+/// On tensor cores states are operands of T, too: beyond 65504 those of half make outputs infinite or NaN.
 ///
 /// q, k: (rows, key heads * key_dim), v, o: (rows, value heads * value_dim), g: (rows, value heads), never positive.
 /// States: (sequences, value heads * key_dim * value_dim).
