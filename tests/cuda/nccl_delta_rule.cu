@@ -348,6 +348,81 @@ TEST_SUITE("cuda") {
                                      6.6e-3, 8.5e-3); // sqrt(2) times those of 128, whose roundings cancel more
     }
 
+    TEST_CASE("whatever gates, keys and betas are, GPUs together have the bits of one, and are the host's") {
+        if (!has_gpus(2)) return;
+        using T = __nv_bfloat16;
+        auto const base = make<T>(lengths({200, 0, 311, 1, 64, 513}), {2, 4, 128, 128}, false, 18);
+        auto const set = [](numbers& x, auto&& f) { std::ranges::transform(x, x.begin(), f); };
+        auto const none = [&](problem& p) { set(p.g, [](double) { return 0.0; }); };
+        auto const equal = [&](problem& p) { // of all tokens that of the first
+            auto const width = static_cast<std::size_t>(p.heads.key_heads * p.heads.key_dim);
+            for (std::size_t i = width; i < p.k.size(); ++i) p.k[i] = p.k[i - width];
+        };
+        auto const strong = [&](problem& p) { set(p.g, [](double g) { return static_cast<float>(200 * g); }); };
+        auto const never = [&](problem& p) { set(p.g, [](double g) { return g < -0.09 ? -INFINITY : g; }); };
+        auto const either = [&](problem& p) { set(p.beta, [](double b) { return b > 0.5 ? 1.0 : 0.0; }); };
+        auto const beta_2 = [&](problem& p) { set(p.beta, [](double) { return static_cast<double>(1.999f); }); };
+        struct {
+            char const* name;
+            std::vector<cpx::detail::function_ref<void(problem&)>> changes;
+            bool hard = false;
+        } const kinds[] = {
+            {"strong", {strong}},      {"minus infinity", {never}},          {"no decay", {none}},
+            {"beta 0 or 1", {either}}, {"beta 1.999", {beta_2, none}, true}, {"equal keys", {equal, none}, true}};
+        group one(1), gpus(2);
+        for (auto const& kind : kinds) {
+            CAPTURE(kind.name);
+            auto p = base;
+            for (auto const& change : kind.changes) change(p);
+            double const most = kind.hard ? 2e-2 : 4.7e-3, gates_most = kind.hard ? 3e-2 : 6e-3;
+            auto const expected = on_host(p),
+                       alone = on_gpus<cpx::serial, T>(one, p, on_ranks::one_rank(p.batch), true);
+            check_close(alone, expected, most, gates_most);
+            for (auto const& layout : {cpx::table(cpx::zigzag<>(2)), cpx::table(cpx::striped<>(2))})
+                for (bool const window : {false, true}) {
+                    by_tokens const sharding(cpx::shard(p.batch, layout, cpx::aligned<cpx::dynamic>(64)));
+                    check_same(on_gpus<cpx::serial, T>(gpus, p, sharding, true, window), alone);
+                    check_close(on_gpus<cpx::scan, T>(gpus, p, sharding, true, window), expected, 2 * most,
+                                2 * gates_most);
+                }
+        }
+    }
+
+    TEST_CASE("a sequence that holds NaN changes no bit of others that GPUs share with it") {
+        if (!has_gpus(2)) return;
+        auto const check = [&]<class T, class How>(T, How) {
+            auto const p = make<T>(lengths({200, 0, 311, 1, 64, 513}), {2, 4, 128, 128}, false, 19);
+            constexpr index_t ill = 2;
+            auto beside = p;
+            auto const fill = [&](numbers& x, index_t first, index_t last, index_t rows) {
+                auto const width = std::ssize(x) / rows;
+                std::fill(x.begin() + first * width, x.begin() + last * width, NAN);
+            };
+            index_t const begin = p.batch.offset(ill), end = p.batch.offset(ill + 1);
+            for (auto* const x : {&beside.q, &beside.k, &beside.v, &beside.g, &beside.beta, &beside.dout})
+                fill(*x, begin, end, p.batch.tokens());
+            for (auto* const x : {&beside.initial, &beside.dfinal}) fill(*x, ill, ill + 1, p.batch.sequences());
+            group gpus(2);
+            for (auto const& layout : {cpx::table(cpx::zigzag<>(2)), cpx::table(cpx::striped<>(2))})
+                for (bool const window : {false, true}) {
+                    by_tokens const sharding(cpx::shard(p.batch, layout, cpx::aligned<cpx::dynamic>(64)));
+                    auto found = on_gpus<How, T>(gpus, p, sharding, true, window),
+                         among = on_gpus<How, T>(gpus, beside, sharding, true, window);
+                    CHECK(std::isnan(
+                        among[0][static_cast<std::size_t>(begin * p.heads.value_heads * p.heads.value_dim)]));
+                    for (auto* const of : {&found, &among})
+                        for (std::size_t i = 0; i < of->size(); ++i)
+                            if (std::string(names[i]) == "final" || std::string(names[i]) == "dinitial")
+                                fill((*of)[i], ill, ill + 1, p.batch.sequences());
+                            else
+                                fill((*of)[i], begin, end, p.batch.tokens());
+                    check_same(among, found);
+                }
+        };
+        check(__nv_bfloat16(), cpx::serial());
+        check(__nv_bfloat16(), cpx::scan());
+    }
+
     TEST_CASE("segments that are cut into stretches, whose tokens are remembered beyond these, are the host's") {
         if (!has_gpus(2)) return;
         for (bool const erases : {true, false}) {
