@@ -123,8 +123,8 @@ struct row_products {
     static __device__ __forceinline__ bool second() { return threadIdx.x / 4 % 2; }
     static __device__ __forceinline__ void multiply(float (&sum)[4], std::uint32_t const* x, std::uint32_t y0,
                                                     std::uint32_t y1) {
-        products<T>::warp::fma(sum[0], sum[1], sum[2], sum[3], x[0], x[1], x[2], x[3], y0, y1, sum[0], sum[1], sum[2],
-                               sum[3]);
+        core_products<T>::warp::fma(sum[0], sum[1], sum[2], sum[3], x[0], x[1], x[2], x[3], y0, y1, sum[0], sum[1],
+                                    sum[2], sum[3]);
     }
 };
 

@@ -20,9 +20,9 @@ using cute::SM90::GMMA::Major;
 /// What multiplies 16-bit numbers of T, two of which are a word, and adds them up in float: warpgroups' products with
 /// both operands in shared memory, or the left one in registers.
 template <class T>
-struct products;
+struct core_products;
 template <>
-struct products<__nv_bfloat16> {
+struct core_products<__nv_bfloat16> {
     template <Major A, Major B>
     using shared_64 = gmma::MMA_64x64x16_F32BF16BF16_SS<A, B>;
     template <Major A, Major B>
@@ -35,7 +35,7 @@ struct products<__nv_bfloat16> {
     using two = __nv_bfloat162;
 };
 template <>
-struct products<__half> {
+struct core_products<__half> {
     template <Major A, Major B>
     using shared_64 = gmma::MMA_64x64x16_F32F16F16_SS<A, B>;
     template <Major A, Major B>
@@ -49,17 +49,17 @@ struct products<__half> {
 };
 
 template <class T, Major A, Major B>
-using shared_64 = typename products<T>::template shared_64<A, B>;
+using shared_64 = typename core_products<T>::template shared_64<A, B>;
 template <class T, Major A, Major B, std::size_t N>
-using shared_by = std::conditional_t<N == 32, shared_64<T, A, B>, typename products<T>::template shared_128<A, B>>;
+using shared_by = std::conditional_t<N == 32, shared_64<T, A, B>, typename core_products<T>::template shared_128<A, B>>;
 template <class T, Major B, std::size_t N>
-using registers_by = std::conditional_t<N == 32, typename products<T>::template registers_64<B>,
-                                        typename products<T>::template registers_128<B>>;
+using registers_by = std::conditional_t<N == 32, typename core_products<T>::template registers_64<B>,
+                                        typename core_products<T>::template registers_128<B>>;
 
 /// Rounds to a word of T: what is beyond its range becomes infinite, as everywhere.
 template <class T>
 __device__ __forceinline__ std::uint32_t round_two(float low, float high) {
-    typename products<T>::two two;
+    typename core_products<T>::two two;
     if constexpr (std::is_same_v<T, __half>)
         two = __floats2half2_rn(low, high);
     else
@@ -73,7 +73,7 @@ __device__ __forceinline__ std::uint32_t round_twice(float x) {
 /// Multiplies two by two, rounded.
 template <class T>
 __device__ __forceinline__ std::uint32_t multiply_two(std::uint32_t a, std::uint32_t b) {
-    using word = typename products<T>::two;
+    using word = typename core_products<T>::two;
     word const two = __hmul2(reinterpret_cast<word const&>(a), reinterpret_cast<word const&>(b));
     return reinterpret_cast<std::uint32_t const&>(two);
 }

@@ -634,15 +634,16 @@ def on_odd_places(x):
 
 @pytest.mark.parametrize("how", ["scan", "serial"])
 @pytest.mark.parametrize("norm", [False, True])
-def test_what_the_gated_delta_rule_keeps_has_the_same_bits_wherever_its_tensors_are(comm, how, norm):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_the_gated_delta_rule_keeps_has_the_same_bits_wherever_its_tensors_are(comm, how, norm, dtype):
     for batch in batches:
-        whole = delta_inputs(batch, cpx.Heads(2, 4, 128, 128), torch.bfloat16)
+        whole = delta_inputs(batch, cpx.Heads(2, 4, 128, 128), dtype)
         if not norm:  # of keys that are longer than one the state has no end
-            whole[:2] = [rounded(torch.nn.functional.normalize(x, dim=-1), torch.bfloat16) for x in whole[:2]]
+            whole[:2] = [rounded(torch.nn.functional.normalize(x, dim=-1), dtype) for x in whole[:2]]
         for layout in layouts()[:2]:
             sharding = cpx.shard(batch, layout)
             plan = ct.carry(sharding, comm, how)
-            given = [share(sharding, t, torch.bfloat16 if i < 3 else torch.float32) for i, t in enumerate(whole)]
+            given = [share(sharding, t, dtype if i < 3 else torch.float32) for i, t in enumerate(whole)]
             upstream = torch.ones_like(given[2])
 
             def call(x, upstream):

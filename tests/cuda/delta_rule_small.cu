@@ -16,30 +16,27 @@ namespace {
 
 using namespace packed_heads;
 namespace gpu = cpx::cuda;
-using element = __nv_bfloat16;
 
 /// A problem on a device, its results there, and the calls of one member of the family.
-template <bool Erases>
+template <class T, bool Erases>
 class small {
 public:
     explicit small(problem const& p) : p_(p) {}
 
     results forward(gated_delta_rule_shape const& shape) {
         index_t const tokens = p_.tokens(), sequences = p_.sequences();
-        auto const o = poisoned<element>(p_.v.size());
+        auto const o = poisoned<T>(p_.v.size());
         auto const last = poisoned<float>(p_.state.size());
-        rows<element> const to(o.data(), tokens, p_.values());
+        rows<T> const to(o.data(), tokens, p_.values());
         results r;
         if constexpr (Erases) {
-            saved_ = buffer<char>(gpu::gated_delta_rule_saved<element>(shape, tokens, sequences));
-            buffer<char> const space(gpu::gated_delta_rule_workspace<element>(shape, tokens, sequences, saves()));
-            r.path = gpu::gated_delta_rule<element>(shape, input(true), to, all(last), all(space), stream_);
+            saved_ = buffer<char>(gpu::gated_delta_rule_saved<T>(shape, tokens, sequences));
+            buffer<char> const space(gpu::gated_delta_rule_workspace<T>(shape, tokens, sequences, saves()));
+            r.path = gpu::gated_delta_rule<T>(shape, input(true), to, all(last), all(space), stream_);
             stream_.synchronize();
         } else {
-            buffer<char> const space(
-                gpu::gated_delta_rule_workspace<element, gpu::erases::no>(shape, tokens, sequences));
-            r.path =
-                gpu::gated_delta_rule<element, gpu::erases::no>(shape, input(), to, all(last), all(space), stream_);
+            buffer<char> const space(gpu::gated_delta_rule_workspace<T, gpu::erases::no>(shape, tokens, sequences));
+            r.path = gpu::gated_delta_rule<T, gpu::erases::no>(shape, input(), to, all(last), all(space), stream_);
             stream_.synchronize();
         }
         r.o = widen(o.read()), r.last = widen(last.read());
@@ -53,23 +50,21 @@ public:
     /// `saves`: from what the forward before has saved, where something is erased.
     void backward(gated_delta_rule_shape const& shape, bool saves, manner how, results& r) const {
         index_t const tokens = p_.tokens(), sequences = p_.sequences();
-        auto const dq = poisoned<element>(p_.q.size()), dk = poisoned<element>(p_.q.size()),
-                   dv = poisoned<element>(p_.v.size());
+        auto const dq = poisoned<T>(p_.q.size()), dk = poisoned<T>(p_.q.size()), dv = poisoned<T>(p_.v.size());
         auto const dg = poisoned<float>(p_.g.size()), dbeta = poisoned<float>(p_.g.size()),
                    dstate = poisoned<float>(p_.state.size());
-        rows<element> const of_q(dq.data(), tokens, p_.keys()), of_k(dk.data(), tokens, p_.keys()),
+        rows<T> const of_q(dq.data(), tokens, p_.keys()), of_k(dk.data(), tokens, p_.keys()),
             of_v(dv.data(), tokens, p_.values());
         rows<float> const of_g(dg.data(), tokens, heads()), of_beta(dbeta.data(), tokens, heads());
-        rows<element const> const of_o(dout_.data(), tokens, p_.values());
+        rows<T const> const of_o(dout_.data(), tokens, p_.values());
         if constexpr (Erases) {
             saves = saves && this->saves();
-            buffer<char> const space(
-                gpu::gated_delta_rule_backward_workspace<element>(shape, tokens, sequences, saves));
+            buffer<char> const space(gpu::gated_delta_rule_backward_workspace<T>(shape, tokens, sequences, saves));
             run_backward(shape, input(saves), of_o, {of_q, of_k, of_v, of_g, of_beta, all(dstate)}, space, how);
             r.dbeta = widen(dbeta.read());
         } else {
             buffer<char> const space(
-                gpu::gated_delta_rule_backward_workspace<element, gpu::erases::no>(shape, tokens, sequences));
+                gpu::gated_delta_rule_backward_workspace<T, gpu::erases::no>(shape, tokens, sequences));
             run_backward(shape, input(), of_o, {of_q, of_k, of_v, of_g, {}, all(dstate)}, space, how);
         }
         r.dq = widen(dq.read()), r.dk = widen(dk.read()), r.dv = widen(dv.read());
@@ -82,31 +77,29 @@ public:
         index_t const key = p_.shape.key_dim;
         auto const maps = poisoned<float>(static_cast<std::size_t>(sequences * heads() * (Erases ? key * key : 1)));
         auto const ends = poisoned<float>(p_.state.size()), back = poisoned<float>(p_.state.size());
-        rows<element const> const of_o(dout_.data(), tokens, p_.values());
+        rows<T const> const of_o(dout_.data(), tokens, p_.values());
         auto in = input();
         in.state = {};
         constexpr auto of = Erases ? gpu::erases::yes : gpu::erases::no;
-        buffer<char> const space(gpu::gated_delta_rule_fold_workspace<element, of>(shape, tokens, sequences));
-        gpu::gated_delta_rule_fold<element, of>(shape, in, all(maps), all(ends), all(space), stream_);
-        gpu::gated_delta_rule_backward_fold<element, of>(shape, in, of_o, all(back), all(space), stream_);
+        buffer<char> const space(gpu::gated_delta_rule_fold_workspace<T, of>(shape, tokens, sequences));
+        gpu::gated_delta_rule_fold<T, of>(shape, in, all(maps), all(ends), all(space), stream_);
+        gpu::gated_delta_rule_backward_fold<T, of>(shape, in, of_o, all(back), all(space), stream_);
         stream_.synchronize();
         return {widen(maps.read()), widen(ends.read()), widen(back.read())};
     }
 
 private:
-    void run_backward(gated_delta_rule_shape const& shape, gpu::gated_delta_rule_input<element> const& in,
-                      rows<element const> dout, gpu::gated_delta_rule_gradients<element> const& to,
-                      buffer<char> const& space, manner how) const {
+    void run_backward(gated_delta_rule_shape const& shape, gpu::gated_delta_rule_input<T> const& in, rows<T const> dout,
+                      gpu::gated_delta_rule_gradients<T> const& to, buffer<char> const& space, manner how) const {
         using namespace gpu::detail;
         auto const folded = poisoned<float>(how == manner::folded ? p_.state.size() : 0);
         if (how == manner::at_once) {
-            gpu::gated_delta_rule_backward<element, Erases ? gpu::erases::yes : gpu::erases::no>(
-                shape, in, dout, all(dlast_), to, all(space), stream_);
+            gpu::gated_delta_rule_backward<T, Erases ? gpu::erases::yes : gpu::erases::no>(shape, in, dout, all(dlast_),
+                                                                                           to, all(space), stream_);
         } else {
             delta_begun const begun{true, 100};
-            auto const places =
-                delta_backward_space<Erases, element>(shape, p_.tokens(), p_.sequences(), !in.saved.empty());
-            delta_call<Erases, element> const call{shape, in, places, space.data(), stream_, cpx::caller::here()};
+            auto const places = delta_backward_space<Erases, T>(shape, p_.tokens(), p_.sequences(), !in.saved.empty());
+            delta_call<Erases, T> const call{shape, in, places, space.data(), stream_, cpx::caller::here()};
             launch_delta_hopper_backward_begin(call, dout, to, all(folded));
             launch_delta_hopper_walks(call, dout, all(dlast_), to, begun);
             launch_delta_hopper_gradients(call, dout, to, begun);
@@ -117,20 +110,19 @@ private:
     bool saves() const { return saved_.size() > 0; }
     auto input(bool saves = false) const {
         index_t const tokens = p_.tokens();
-        rows<element const> const q(q_.data(), tokens, p_.keys()), k(k_.data(), tokens, p_.keys()),
+        rows<T const> const q(q_.data(), tokens, p_.keys()), k(k_.data(), tokens, p_.keys()),
             v(v_.data(), tokens, p_.values());
         rows<float const> const g(g_.data(), tokens, heads()), beta(beta_.data(), tokens, heads());
         if constexpr (Erases)
-            return gpu::gated_delta_rule_input<element>{
+            return gpu::gated_delta_rule_input<T>{
                 q, k, v, g, beta, all(offsets_), all(state_), {}, {}, saves ? all(saved_) : std::span<char>()};
         else
-            return gpu::gated_delta_rule_input<element>{q, k, v, g, {}, all(offsets_), all(state_)};
+            return gpu::gated_delta_rule_input<T>{q, k, v, g, {}, all(offsets_), all(state_)};
     }
 
     problem const& p_;
     gpu::stream stream_;
-    buffer<element> q_ = upload<element>(p_.q), k_ = upload<element>(p_.k), v_ = upload<element>(p_.v),
-                    dout_ = upload<element>(p_.dout);
+    buffer<T> q_ = upload<T>(p_.q), k_ = upload<T>(p_.k), v_ = upload<T>(p_.v), dout_ = upload<T>(p_.dout);
     buffer<float> g_ = upload<float>(p_.g), beta_ = upload<float>(p_.beta), state_ = upload<float>(p_.state),
                   dlast_ = upload<float>(p_.dlast);
     buffer<index_t> offsets_{std::span<index_t const>(p_.offsets)};
@@ -138,13 +130,13 @@ private:
 };
 
 /// Checks the two paths of a member against each other.
-template <bool Erases>
+template <class T, bool Erases>
 void check_paths(problem const& p) {
-    small<Erases> of(p);
+    small<T, Erases> of(p);
     auto plain = p.shape;
     plain.path = delta_rule_path::plain;
     auto expected = of.forward(plain);
-    using manner = typename small<Erases>::manner;
+    using manner = typename small<T, Erases>::manner;
     of.backward(plain, false, manner::at_once, expected);
     auto const folded = of.fold(plain);
     for (index_t const stretch : {index_t{0}, index_t{2}})
@@ -154,11 +146,11 @@ void check_paths(problem const& p) {
             auto shape = p.shape;
             shape.stretch = stretch, shape.scan = scan;
             auto got = of.forward(shape);
-            CHECK(got.path == core_path());
+            CHECK(got.path == core_path<T>());
             for (manner const how : {manner::at_once, scan ? manner::folded : manner::begun}) {
                 if (how != manner::at_once && got.path == delta_rule_path::plain) continue; // that has no parts
                 of.backward(shape, stretch > 0, how, got);
-                check_close(got, expected, 6e-3, 6e-3, 8e-3);
+                check_close(got, expected, finer<T>() * 6e-3, finer<T>() * 6e-3, finer<T>() * 8e-3);
             }
         }
     char const* const names[] = {"maps", "ends", "dstates"};
@@ -167,16 +159,28 @@ void check_paths(problem const& p) {
         auto shape = p.shape;
         shape.stretch = stretch;
         auto const got = of.fold(shape);
-        for (std::size_t i = 0; i < got.size(); ++i) check_close(names[i], got[i], folded[i], 6e-3);
+        for (std::size_t i = 0; i < got.size(); ++i) check_close(names[i], got[i], folded[i], finer<T>() * 6e-3);
     }
 }
+
+/// A member of the family and its elements.
+template <class T, bool Erases>
+struct member {
+    using element = T;
+    static constexpr bool erases = Erases;
+};
+using erasing = member<__nv_bfloat16, true>;
+using decaying = member<__nv_bfloat16, false>;
+using erasing_half = member<__half, true>;
+using decaying_half = member<__half, false>;
 
 } // namespace
 
 TEST_SUITE("cuda") {
-    TEST_CASE_TEMPLATE("every kernel on few tokens: tensor cores and the plain path are within rounding", Erases,
-                       std::true_type, std::false_type) {
+    TEST_CASE_TEMPLATE("every kernel on few tokens: tensor cores and the plain path are within rounding", Of, erasing,
+                       decaying, erasing_half, decaying_half) {
         if (!has_gpus()) return;
+        using T = Of::element;
         // So many that the backward walks along both halves of a head in one block, of some heads one after the other;
         // and sequences of more chunks than a walk passes before it says so.
         std::vector<index_t> crowd(80);
@@ -185,13 +189,14 @@ TEST_SUITE("cuda") {
         for (head_dims const dim : core_dims) {
             CAPTURE(dim.key);
             CAPTURE(dim.value);
-            check_paths<Erases::value>(make<element>({65, 0, 200, 64, 600}, 1, 2, dim.key, dim.value, kind::mild, 31));
-            check_paths<Erases::value>(make<element>(crowd, 1, 1, dim.key, dim.value, kind::mild, 32));
+            check_paths<T, Of::erases>(make<T>({65, 0, 200, 64, 600}, 1, 2, dim.key, dim.value, kind::mild, 31));
+            check_paths<T, Of::erases>(make<T>(crowd, 1, 1, dim.key, dim.value, kind::mild, 32));
         }
     }
 
     TEST_CASE("gradients of parameters of log decays on few tokens: the paths are within rounding") {
         if (!has_gpus()) return;
+        using element = __nv_bfloat16;
         auto const p = make<element>({65, 0, 130}, 1, 2, 128, 128, kind::mild, 34);
         device_problem<element> const there{p};
         index_t const tokens = p.tokens();
@@ -226,10 +231,11 @@ TEST_SUITE("cuda") {
 
     TEST_CASE("a step of decoding of few sequences is the plain path's of one token each") {
         if (!has_gpus()) return;
+        using element = __nv_bfloat16;
         auto const p = make<element>({1, 1, 1}, 1, 2, 128, 128, kind::mild, 33);
         auto plain = p.shape;
         plain.path = delta_rule_path::plain;
-        auto const expected = small<true>(p).forward(plain);
+        auto const expected = small<element, true>(p).forward(plain);
         gpu::stream const stream;
         buffer<element> const q = upload<element>(p.q), k = upload<element>(p.k), v = upload<element>(p.v),
                               o = poisoned<element>(p.v.size());

@@ -185,7 +185,7 @@ TEST_SUITE("cuda") {
             CAPTURE(key);
             CAPTURE(value);
             auto const p = make<T>({500}, 1, 2, key, value, kind::mild, 13);
-            check_cut(p, [](problem const& of) { return on_gpu<T>(of, true); });
+            check_cut<T>(p, [](problem const& of) { return on_gpu<T>(of, true); });
 
             auto odd = segment_of(p, 100, 500); // begins and ends with a part of a chunk
             odd.state = on_gpu<T>(segment_of(p, 0, 100), false).last;

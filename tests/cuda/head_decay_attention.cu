@@ -218,8 +218,8 @@ TEST_SUITE("cuda") {
             index_t const key = dim.key, value = dim.value;
             CAPTURE(key);
             CAPTURE(value);
-            check_cut(unnormalised<T>({500}, 1, 2, key, value, kind::slow, 13),
-                      [](problem const& of) { return on_gpu<T>(of, true); });
+            check_cut<T>(unnormalised<T>({500}, 1, 2, key, value, kind::slow, 13),
+                         [](problem const& of) { return on_gpu<T>(of, true); });
         }
     }
 

@@ -46,7 +46,7 @@ struct head_dims {
 };
 inline constexpr head_dims core_dims[] = {{128, 128}, {64, 64}, {96, 64}, {40, 128}};
 
-/// The path of bfloat16 and such heads: tensor cores, where there are kernels for them.
+/// The path of elements T and such heads: tensor cores, where there are kernels for them.
 template <class T = __nv_bfloat16>
 delta_rule_path core_path() {
     return cpx::cuda::gated_delta_rule_saved<T>({}, 64, 1) > 0 ? delta_rule_path::tensor_cores : delta_rule_path::plain;
@@ -340,11 +340,11 @@ inline problem segment_of(problem p, index_t first, index_t last) {
 
 /// Checks that a sequence of 500 tokens, cut after 192 of them, has the bits of the whole where the state, and the
 /// gradient of it, are handed on. `run(problem)`: the results of a forward and a backward.
-template <class F>
+template <class T, class F>
 void check_cut(problem const& p, F&& run) {
     REQUIRE(p.offsets == std::vector<index_t>{0, 500});
     results const whole = run(p);
-    CHECK(whole.path == core_path());
+    CHECK(whole.path == core_path<T>());
     auto start = segment_of(p, 0, 192), rest = segment_of(p, 192, 500);
     rest.state = run(start).last;
     results const after = run(rest);

@@ -53,6 +53,11 @@ void check(cudaStream_t stream, qwen::gpu::product<T> const& product, sizes cons
     };
     auto const a = make(s.count, a_turned), b = make(s.width, b_turned);
     matrix<Out> c(s.count, s.width, gap, first, 7, random);
+    if (before == 0) { // what is there is not read
+        for (index_t i = 0; i < s.count; ++i)
+            for (index_t j = 0; j < s.width; ++j) c.held[c.place(i, j)] = static_cast<Out>(NAN);
+        c.there.write(c.held);
+    }
     product(qwen::gpu::factor<T>{a.view(), a_turned}, qwen::gpu::factor<T>{b.view(), b_turned}, s.inner, before,
             c.view());
     cpx::cuda::check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");

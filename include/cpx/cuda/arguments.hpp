@@ -24,7 +24,7 @@ concept gpu_number = std::same_as<T, float> || std::same_as<T, __nv_bfloat16> ||
 
 /// A type of 16 bits, of which tensor cores multiply two a word.
 template <class T>
-concept gpu_half = std::same_as<T, __nv_bfloat16> || std::same_as<T, __half>;
+concept tensor_core_number = std::same_as<T, __nv_bfloat16> || std::same_as<T, __half>;
 
 namespace detail {
 

@@ -15,7 +15,7 @@ namespace detail {
 template <bool Erases, class T>
 delta_rule_path run_delta_fold(delta_call<Erases, T> const& of, std::span<float> maps, std::span<float> ends) {
     if (of.space.sequences == 0) return delta_rule_path::plain;
-    if constexpr (gpu_half<T>)
+    if constexpr (tensor_core_number<T>)
         if (of.space.hopper && in_panels(of.in.k, of.in.v)) {
             launch_delta_hopper_fold(of, maps, ends);
             return delta_rule_path::tensor_cores;
@@ -31,7 +31,7 @@ delta_rule_path run_delta_fold(delta_call<Erases, T> const& of, std::span<float>
 template <bool Erases, class T>
 delta_rule_path run_delta_fold_back(delta_call<Erases, T> const& of, rows<T const> dout, std::span<float> dstates) {
     if (of.space.sequences == 0) return delta_rule_path::plain;
-    if constexpr (gpu_half<T>)
+    if constexpr (tensor_core_number<T>)
         if (of.space.hopper && in_panels(of.in.q, of.in.k, dout)) {
             launch_delta_hopper_backward_fold(of, dout, dstates);
             return delta_rule_path::tensor_cores;

@@ -53,7 +53,7 @@ namespace cpx::cuda::detail {
 /// Whether the current device runs this build's code for sm_90a; other code of these kernels is empty.
 template <bool Erases, class T>
 bool has_delta_hopper() {
-    if constexpr (!gpu_half<T>) {
+    if constexpr (!tensor_core_number<T>) {
         return false;
     } else {
         cudaFuncAttributes code{};

@@ -25,7 +25,7 @@ template <bool Erases, class T>
 delta_rule_path run_delta(delta_call<Erases, T> const& of, rows<T> o, std::span<float> last) {
     auto const range = Erases ? named_range<"cpx gated_delta_rule">() : named_range<"cpx head_decay_attention">();
     if (of.space.sequences == 0) return delta_rule_path::plain;
-    if constexpr (gpu_half<T>)
+    if constexpr (tensor_core_number<T>)
         if (of.space.hopper && in_panels(of.in.q, of.in.k, of.in.v, o)) {
             launch_delta_hopper(of, o, last);
             return delta_rule_path::tensor_cores;
@@ -39,7 +39,7 @@ delta_rule_path run_delta_backward(delta_call<Erases, T> const& of, rows<T const
     auto const range =
         Erases ? named_range<"cpx gated_delta_rule_backward">() : named_range<"cpx head_decay_attention_backward">();
     if (of.space.sequences == 0) return delta_rule_path::plain;
-    if constexpr (gpu_half<T>)
+    if constexpr (tensor_core_number<T>)
         if (of.space.hopper) {
             launch_delta_hopper_backward(of, dout, dlast, to);
             return delta_rule_path::tensor_cores;

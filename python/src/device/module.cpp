@@ -459,7 +459,7 @@ NB_MODULE(_cuda, m) {
     nb::module_::import_("cpx._ext"); // of whose communicators this has one
     nb::class_<nccl_rank, communicator>(m, "NcclRank", nb::is_weak_referenceable(), "One rank of an NCCL communicator.")
         .def_prop_ro("kept_chunk", &nccl_rank::kept_chunk,
-                     "Bytes that the gated delta rule of bfloat16 keeps of 64 tokens and a value head on tensor cores.")
+                     "Bytes that the gated delta rule of 16 bits keeps of 64 tokens and a value head on tensor cores.")
         .def_prop_ro("exchange_path", &nccl_rank::exchange_path,
                      R"(How exchanges that do not add move rows between ranks, the same on all of them: "window", one
 kernel into memory that ranks write to each other, or "messages" of NCCL's; "undecided" before the first one.)")

@@ -109,7 +109,7 @@ void recur_on(device_group& g, carry_value const& plan, state_call const& c, boo
     });
 }
 
-index_t kept_on(device_group& g) { return kept_of_chunk<__nv_bfloat16>(g); }
+index_t kept_on(device_group& g) { return kept_of_chunk<__nv_bfloat16>(g); } // of half as many
 
 void rotate_on(framework& from, int device, rotary_call const& c) {
     on_device const here(device);

@@ -181,7 +181,7 @@ void convolve_backward_on(device_group& g, halo_value const& before, halo_value 
 void attend_on(device_group& g, attention_call const& c, bool back);
 /// The gated delta rule of five inputs, a decay a head of four.
 void recur_on(device_group& g, carry_value const& plan, state_call const& c, bool back);
-/// Returns the bytes that the gated delta rule of bfloat16 keeps for its backward of 64 tokens, or fewer, and a value
+/// Returns the bytes that the gated delta rule of 16 bits keeps for its backward of 64 tokens, or fewer, and a value
 /// head, where it runs on tensor cores; 0: none on this device.
 index_t kept_on(device_group& g);
 /// chosen: (tokens, choices) int64; places: one a token, on the host. Waits for the device. It ends before `g`.

@@ -272,7 +272,7 @@ private:
                                          : cuda::named_range<"cpx head_decay_attention_backward">())
                                : (Erases ? cuda::named_range<"cpx gated_delta_rule">()
                                          : cuda::named_range<"cpx head_decay_attention">());
-        if constexpr (cuda::gpu_half<T>)
+        if constexpr (cuda::tensor_core_number<T>)
             f(cuda::detail::delta_call<Erases, T>{p.shape, p.in, p.space, p.workspace.data(), m.stream(), here});
     }
     /// Calls `f(call)` with a call of arguments that `check_on_device` has seen, or its caller has made.
