@@ -31,7 +31,8 @@ public:
         if (handle_) static_cast<void>(cublasLtDestroy(handle_));
     }
 
-    /// c = before c + a b^T over `inner`; `before` is 0 or 1. Out: T, or float.
+    /// c = before c + a b^T over `inner`; `before` is 0 or 1. Out: T, or float. Where c has 16 bits and something is
+    /// added to it, cuBLASLt may round the product to these before.
     template <class Out>
     void operator()(factor<T> a, factor<T> b, index_t inner, float before, rows<Out> c) const {
         if (c.count() * c.width() == 0) return;
