@@ -102,9 +102,10 @@ index_t gated_delta_rule_saved(gated_delta_rule_shape const& shape, index_t toke
 /// Returns the path it took: tensor cores want sm_90a's code and GPUs, CUTLASS's headers, bfloat16 or half, Dk and Dv
 /// multiples of 8 up to 128, which they fill up with zeros, and rows at multiples of 16 bytes. There, to cut a sequence
 /// at a multiple of 64 tokens and to hand the state on changes no bit, nor do the other sequences, which may hold NaN.
-/// Operands are rounded to T, those that are made of states among them, and sums are float: errors of half are a
-/// seventh of those of bfloat16, but beyond 65504 they are infinite or NaN, and what is below 6e-8 is lost. The plain
-/// path keeps them in float.
+/// Operands are rounded to T, those that are made of states and of gradients among them, and sums are float. Errors of
+/// half are a quarter to an eighth of those of bfloat16 where its operands lie between 6e-5 and 65504: a larger one
+/// becomes infinite, smaller ones lose bits, those below 6e-8 all. So a backward of half wants a scale of the loss by
+/// which dO is not much smaller than o. The plain path has all but rows in float.
 ///
 /// Throws `cpx::error` on shapes that do not fit and memory of another device, before anything is launched.
 template <gpu_number T, erases Of = erases::yes>

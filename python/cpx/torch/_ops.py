@@ -482,8 +482,9 @@ def gated_delta_rule(
     again of k, g and beta, in 16 bits and float32: 5.5 KB for every 64 tokens and value head, 32768 tokens and 32
     heads 92 MB. A checkpoint drops all of it.
 
-    On devices tensor cores multiply bfloat16 and float16, with float32 sums; errors of float16 are a seventh of those
-    of bfloat16, but states beyond 65504 make outputs infinite or NaN.
+    On devices tensor cores multiply bfloat16 and float16, with float32 sums. Errors of float16 are a quarter to an
+    eighth of those of bfloat16, but states and gradients beyond 65504 make results infinite or NaN, and gradients below
+    6e-5 lose bits: a loss wants a scale, as torch.amp.GradScaler gives it.
     """
     return _recur("gated_delta_rule", q, k, v, g, beta, plan, comm, chunk, qk_l2norm, scale, initial, final)
 

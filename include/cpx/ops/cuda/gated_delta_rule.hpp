@@ -3,13 +3,14 @@
 //
 // It is carried by a `cuda::state_exchange`, made once, or a communicator, which prepares itself for one call. q, k, v
 // and o may be float, bfloat16 or half; gates, states and sums are float, steps of `scan`, too; the chunk is 64. On
-// tensor cores states are operands of the elements' type, too: beyond 65504 those of half make outputs infinite or NaN.
-// Where sequences have a token at most and states before and after, but no backward, it is
-// `cuda::gated_delta_rule_step`. On `head_sharded` a rank holds whole groups of value heads, or some that read one key
-// head and have no backward. Throws for memory of another device or stream, key_dim above 256, value_dim above 65536, a
-// chunk that is not 64, and more than 65535 value heads, or segments of a rank that run together. By `scan` the bits of
-// a sequence that ranks share depend on what else a rank runs with it. g is given: `rowwise::delta_gates` makes it of
-// parameters, and the terms of their gradients, rows that ranks add in a fixed order.
+// tensor cores states and gradients are operands of the elements' type, too, see `cuda::gated_delta_rule`: of half
+// those beyond 65504 make results infinite or NaN, and those below 6e-5 lose bits. Where sequences have a token at most
+// and states before and after, but no backward, it is `cuda::gated_delta_rule_step`. On `head_sharded` a rank holds
+// whole groups of value heads, or some that read one key head and have no backward. Throws for memory of another device
+// or stream, key_dim above 256, value_dim above 65536, a chunk that is not 64, and more than 65535 value heads, or
+// segments of a rank that run together. By `scan` the bits of a sequence that ranks share depend on what else a rank
+// runs with it. g is given: `rowwise::delta_gates` makes it of parameters, and the terms of their gradients, rows that
+// ranks add in a fixed order.
 #pragma once
 
 #include <cpx/cuda/head_norm.hpp>
