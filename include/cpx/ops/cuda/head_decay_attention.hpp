@@ -8,8 +8,8 @@
 namespace cpx {
 
 /// The tensors of a `head_decay_attention` on one rank's device, as in `recurrence_tensors`; g and states are float.
-/// On tensor cores states and gradients are operands of T, too, see `cuda::gated_delta_rule`: of half those beyond 65504
-/// make results infinite or NaN, and those below 6e-5 lose bits.
+/// On tensor cores states and gradients are operands of T, too, see `cuda::gated_delta_rule`: of half those beyond
+/// 65504 make results infinite or NaN, and those below 6e-5 lose bits.
 ///
 /// q, k: (rows, key heads * key_dim), v, o: (rows, value heads * value_dim), g: (rows, value heads), never positive.
 /// States: (sequences, value heads * key_dim * value_dim).
