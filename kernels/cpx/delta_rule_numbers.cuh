@@ -2,6 +2,8 @@
 // Numbers of 16 bits, two a word, and what of tensor cores multiplies them (sm_90a), by CUTLASS's wrappers.
 #pragma once
 
+#include <cpx/cuda/nvcc.hpp>
+
 #include <cute/arch/mma_sm80.hpp>
 #include <cute/arch/mma_sm90_gmma.hpp>
 

@@ -1,0 +1,1 @@
+#include <cpx/cuda/exchange.hpp>
