@@ -235,7 +235,7 @@ TEST_SUITE("cuda") {
                     for (index_t h = 0; h < p.shape.value_heads; ++h) {
                         auto const got = saved_inverse<T>(saved, chunks * p.shape.value_heads + h);
                         auto const exact = exact_inverse(p, i, std::min<index_t>(64, end - i), h);
-                        CHECK((got - exact).norm() <= 2e-3 * exact.norm());
+                        CHECK((got - exact).norm() <= (std::is_same_v<T, __half> ? 1.2e-3 : 2e-3) * exact.norm());
                         CHECK(got.diagonal() == exact.diagonal());
                     }
             CHECK(chunks == 7);
@@ -347,22 +347,18 @@ TEST_SUITE("cuda") {
         check_close(on_gpu<T>(p, true), on_host(p, true), finer<T>() * 4.5e-3, finer<T>() * 4.5e-3,
                     finer<T>() * 4.5e-3);
         for (double& g : p.g) g = -20; // nothing is left of the token before
-        auto const of_one = on_gpu<T>(p, true), exact_of_one = on_host(p, true);
+        auto of_one = on_gpu<T>(p, true);
+        auto const exact_of_one = on_host(p, true);
+        double of_gates = 6e-3;          // dg by its roundings: 4.0e-3
         if (std::is_same_v<T, __half>) { // nor of dg and dstate: e^-20 is less than its least number
             auto const near = [](numbers const& a, numbers const& b) {
                 return std::ranges::equal(a, b, [](double x, double y) { return std::abs(x - y) <= 2e-7; });
             };
-            for (auto const& [name, tensor] : {std::pair("o", &results::o),
-                                               {"last", &results::last},
-                                               {"dq", &results::dq},
-                                               {"dk", &results::dk},
-                                               {"dv", &results::dv},
-                                               {"dbeta", &results::dbeta}})
-                check_close(name, of_one.*tensor, exact_of_one.*tensor, finer<T>() * 4.5e-3);
             CHECK((near(of_one.dg, exact_of_one.dg) && near(of_one.dstate, exact_of_one.dstate)));
-        } else {
-            check_close(of_one, exact_of_one, 4.5e-3, 4.5e-3, 6e-3); // dg by its roundings: 4.0e-3
+            of_one.dg = exact_of_one.dg, of_one.dstate = exact_of_one.dstate;
+            of_gates = finer<T>() * 4.5e-3;
         }
+        check_close(of_one, exact_of_one, finer<T>() * 4.5e-3, finer<T>() * 4.5e-3, of_gates);
 
         auto const none = make<T>({0, 0, 0}, 1, 2, 128, 128, kind::mild, 24);
         auto const got = on_gpu<T>(none, true);

@@ -10,6 +10,7 @@
 
 #include "either_way.hpp"
 #include "group.hpp"
+#include "packed_heads.hpp"
 
 #include <ops/on_ranks.hpp>
 #include <support/rejects.hpp>
@@ -25,6 +26,7 @@ namespace {
 
 using cpx::index_t, cpx::rows, cpx::section;
 using on_ranks::by_tokens;
+using packed_heads::kind, packed_heads::limits;
 using support::lengths, support::rejects;
 using numbers = std::vector<double>;
 
@@ -268,27 +270,21 @@ std::vector<numbers> on_gpus(group& gpus, problem const& p, S const& sharding, b
     return r.of;
 }
 
-/// What relative errors are at most: of outputs and states, of gradients, and of those of gates.
-struct limits {
-    double outputs, gradients, gates;
-    friend limits operator*(double times, limits const& of) {
-        return {times * of.outputs, times * of.gradients, times * of.gates};
-    }
-};
 constexpr limits of_float{1e-5, 1e-5, 1e-5};
-constexpr limits of_128{4.5e-3, 4.7e-3, 6e-3}; ///< of bfloat16, and heads of 128 channels, or fewer
-constexpr limits of_fewer{4.5e-3, 5.5e-3, 6.5e-3};
-constexpr limits of_hard{2e-2, 2e-2, 3e-2}; ///< of 128, keys that are equal or beta near 2
-constexpr double of_half = 1.0 / 7;         ///< three bits more, but not of float sums
+/// Those of roundings to T, of heads whose keys have 128 channels, or fewer.
+template <class T>
+constexpr limits of_128 = packed_heads::most_of<T>(kind::mild, 128);
+template <class T>
+constexpr limits of_64 = packed_heads::most_of<T>(kind::mild, 64);
 
 void check_close(std::vector<numbers> const& got, std::vector<numbers> const& expected, limits const& most) {
     for (std::size_t i = 0; i < got.size(); ++i) {
         double const error = on_ranks::relative_error(got[i], expected[i]);
         std::string const name = names[i];
-        double const least = name == "o" || name == "final"    ? most.outputs
+        double const limit = name == "o" || name == "final"    ? most.outputs
                              : name == "dg" || name == "dbeta" ? most.gates
                                                                : most.gradients;
-        CHECK_MESSAGE(error <= least, name << ": " << error << ", at most " << least);
+        CHECK_MESSAGE(error <= limit, name << ": " << error << ", at most " << limit);
     }
 }
 void check_same(std::vector<numbers> const& got, std::vector<numbers> const& expected) {
@@ -352,7 +348,7 @@ TEST_SUITE("cuda") {
         if (!has_gpus(2)) return;
         check_problem<float>(make<float>(lengths({70, 0, 1, 130, 64, 3, 211}), {2, 4, 40, 24}, true, 5), of_float);
         check_problem<__nv_bfloat16>(
-            make<__nv_bfloat16>(lengths({200, 0, 311, 1, 64, 513}), {2, 4, 128, 128}, false, 6), of_128);
+            make<__nv_bfloat16>(lengths({200, 0, 311, 1, 64, 513}), {2, 4, 128, 128}, false, 6), of_128<__nv_bfloat16>);
     }
 
     TEST_CASE("the gated delta rule between GPUs of half precision, and of heads of 64 channels, is the host's") {
@@ -361,13 +357,13 @@ TEST_SUITE("cuda") {
         for (bool const erases : {true, false}) {
             CAPTURE(erases);
             half.erases = erases;
-            check_problem<__half>(half, of_half * of_128);
+            check_problem<__half>(half, of_128<__half>);
         }
         // normalised rows are rounded once more, and keys of 40 channels are more alike
         check_problem<__half>(make<__half>(lengths({70, 0, 1, 130, 64, 211}), {2, 4, 40, 24}, true, 7),
-                              of_half * limits{8e-3, 8e-3, 1e-2});
+                              1.0 / 7 * limits{8e-3, 8e-3, 1e-2});
         check_problem<__nv_bfloat16>(make<__nv_bfloat16>(lengths({200, 0, 311, 1, 64}), {2, 4, 64, 64}, false, 8),
-                                     of_fewer);
+                                     of_64<__nv_bfloat16>);
     }
 
     TEST_CASE("whatever gates, keys and betas are, GPUs together have the bits of one, and are the host's") {
@@ -392,12 +388,12 @@ TEST_SUITE("cuda") {
             {"strong", {strong}},      {"minus infinity", {never}},          {"no decay", {none}},
             {"beta 0 or 1", {either}}, {"beta 1.999", {beta_2, none}, true}, {"equal keys", {equal, none}, true}};
         group one(1), gpus(2);
-        for (auto const& kind : kinds) {
-            std::string const name = kind.name;
+        for (auto const& of : kinds) {
+            std::string const name = of.name;
             CAPTURE(name);
             auto p = base;
-            for (auto const& change : kind.changes) change(p);
-            limits most = kind.hard ? of_hard : of_128;
+            for (auto const& change : of.changes) change(p);
+            limits most = packed_heads::most_of<T>(of.hard ? kind::beta_2 : kind::mild, 128);
             if (name == "strong") most.gates = 6.75e-3; // by the roundings of these alone dg is off by 6.23e-3
             auto const expected = on_host(p),
                        alone = on_gpus<cpx::serial, T>(one, p, on_ranks::one_rank(p.batch), true);
@@ -472,7 +468,7 @@ TEST_SUITE("cuda") {
             for (auto const& layout : {cpx::table(cpx::sequential<>(2)), cpx::table(cpx::zigzag<>(2))}) {
                 by_tokens const sharding(cpx::shard(p.batch, layout, cpx::aligned<cpx::dynamic>(64)));
                 auto const found = on_gpus<cpx::scan, __nv_bfloat16>(gpus, p, sharding, true);
-                check_close(found, alone, 2 * of_128);
+                check_close(found, alone, 2 * of_128<__nv_bfloat16>);
                 auto open = p;
                 open.has_final = false; // steps of last stretches are not made then, and change no bit of the others
                 auto others = on_gpus<cpx::scan, __nv_bfloat16>(gpus, open, sharding, true);
@@ -502,7 +498,7 @@ TEST_SUITE("cuda") {
                     std::optional<bool> const in_parts = has_parts ? std::optional(true) : std::nullopt;
                     for (bool const window : {false, true})
                         check_same(on_gpus<cpx::serial, T>(gpus, p, sharding, true, window, in_parts), alone);
-                    check_close(on_gpus<cpx::scan, T>(gpus, p, sharding, true), alone, 2 * of_128);
+                    check_close(on_gpus<cpx::scan, T>(gpus, p, sharding, true), alone, 2 * of_128<__nv_bfloat16>);
                 }
             }
         auto const few = make<T>(lengths({700}), {2, 4, 128, 128}, false, 15);
@@ -571,7 +567,7 @@ TEST_SUITE("cuda") {
             CAPTURE(erases);
             auto p = make<__nv_bfloat16>(lengths({200, 0, 311, 1, 64, 2513}), {4, 8, 128, 128}, false, 12);
             p.erases = erases;
-            check_problem<__nv_bfloat16>(p, of_128, 4);
+            check_problem<__nv_bfloat16>(p, of_128<__nv_bfloat16>, 4);
         }
     }
 
@@ -581,7 +577,7 @@ TEST_SUITE("cuda") {
         auto large = make<__nv_bfloat16>(lengths({200, 0, 311, 1, 64, 513}), {2, 4, 128, 128}, false, 8);
         small.erases = large.erases = false;
         check_problem<float>(small, of_float);
-        check_problem<__nv_bfloat16>(large, of_128);
+        check_problem<__nv_bfloat16>(large, of_128<__nv_bfloat16>);
     }
 
     TEST_CASE("once prepared, the gated delta rule and its backward only enqueue, also those of another batch") {

@@ -263,6 +263,9 @@ inline void check_close(results const& got, results const& expected, double rows
 /// What relative errors are at most: of outputs and states, of gradients, and of those of gates.
 struct limits {
     double outputs, gradients, gates;
+    friend constexpr limits operator*(double times, limits const& of) {
+        return {times * of.outputs, times * of.gradients, times * of.gates};
+    }
 };
 /// Those of roundings to T. Keys of fewer channels than 128 are more alike, those of fewer than 64 much more, where
 /// that counts.

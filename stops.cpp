@@ -1,1 +1,0 @@
-#include <cpx/cuda/exchange.hpp>
