@@ -6,11 +6,11 @@
 #include "random.hpp"
 #include "timing.hpp"
 
+#include <cpx/cuda/head_norm.hpp>
 #include <cpx/layout/head_sharded.hpp>
 #include <cpx/layout/zigzag.hpp>
 #include <cpx/ops/cuda/conv_exchange.hpp>
 #include <cpx/ops/cuda/gated_delta_rule.hpp>
-#include <cpx/ops/cuda/norm.hpp>
 
 #include <algorithm>
 #include <cstdio>
@@ -80,8 +80,9 @@ private:
 };
 
 /// A rank's layer of rows on S, whose recurrence runs on Mix: the same, or every row on every rank. What the forward
-/// leaves to the backward is kept; of the rest every tensor is freed as soon as it is not needed.
-template <cpx::carry_kind How, cpx::any_sharding S, cpx::any_sharding Mix>
+/// leaves to the backward is kept; of the rest every tensor is freed as soon as it is not needed. Rule: the elements of
+/// q, k, v and o and of their gradients.
+template <class Rule, cpx::carry_kind How, cpx::any_sharding S, cpx::any_sharding Mix>
 class layer {
     static constexpr bool moves = !std::same_as<S, Mix>;
 
@@ -104,10 +105,10 @@ public:
         times_(product::plain(x), product::plain(of(w_z_, values, hidden)), hidden, 0, of(z_, own_, values));
         watch.mark("projections");
         if constexpr (moves) p_ = moved(moves_->first, p_, where_, mix_, projected), watch.mark("rows there");
-        q_ = room(there_ * keys), k_ = room(there_ * keys), v_ = room(there_ * values);
+        q_ = room<Rule>(there_ * keys), k_ = room<Rule>(there_ * keys), v_ = room<Rule>(there_ * values);
         auto const p = of(p_, there_, projected);
         gpu::causal_conv1d(conv_, as_mixed(p.columns(0, qkv)), weight(), {}, cpx::activation::silu,
-                           {{{{q(), dim}, {k(), dim}, {v(), 0}}}});
+                           gpu::conv_parts<Rule>{{{{q(), dim}, {k(), dim}, {v(), 0}}}});
         watch.mark("convolution");
         gates_ = comm_.memory().template room<float>(there_ * 2 * value_heads);
         auto const g = gates(gates_);
@@ -116,12 +117,12 @@ public:
                                   of_b(p), of_a(p), of(A_log_, value_heads, 1), of(dt_bias_, value_heads, 1),
                                   g.columns(0, value_heads), g.columns(value_heads, value_heads)});
         watch.mark("gates");
-        o_ = room(there_ * values);
+        o_ = room<Rule>(there_ * values);
         gated_delta_rule(carry_, tensors(), heads_, options_, states_);
         watch.mark("delta rule");
         if constexpr (moves) o_ = moved(moves_->second, o_, mix_, where_, values), watch.mark("rows back");
         normed_ = room(own_ * values);
-        gpu::normalise(comm_.memory(), norm(), of(normed_, own_, values));
+        gpu::normalise_rows(norm(), of(normed_, own_, values), comm_.stream());
         watch.mark("gated norm");
         auto y = room(own_ * hidden);
         times_(product::plain(of(normed_, own_, values)), product::plain(of(w_out_, hidden, values)), values, 0,
@@ -140,29 +141,30 @@ public:
         normed_ = {};
         watch.mark("projection");
         auto dz = room(own_ * values);
+        auto d_o = room<Rule>(own_ * values);
         {
             auto const terms = comm_.memory().template zeros<float>("layer", {own_, dim});
-            auto const d = of(dnormed, own_, values);
-            gpu::normalise_backward(comm_.memory(), norm(), d, d, of(dz, own_, values), of(terms, own_, dim));
+            gpu::normalise_rows_backward(norm(), of(dnormed, own_, values), of(d_o, own_, values), of(dz, own_, values),
+                                         of(terms, own_, dim), comm_.stream());
             add_up(of(terms, own_, dim), dgain_);
         }
-        o_ = {};
+        dnormed = {}, o_ = {};
         watch.mark("gated norm");
-        if constexpr (moves) dnormed = moved(moves_->first, dnormed, where_, mix_, values), watch.mark("rows there");
+        if constexpr (moves) d_o = moved(moves_->first, d_o, where_, mix_, values), watch.mark("rows there");
         auto dp = room(there_ * projected);
         {
-            auto dq = room(there_ * keys), dk = room(there_ * keys), dv = room(there_ * values);
+            auto dq = room<Rule>(there_ * keys), dk = room<Rule>(there_ * keys), dv = room<Rule>(there_ * values);
             auto dgates = comm_.memory().template room<float>(there_ * 2 * value_heads);
             auto const dg = gates(dgates);
-            o_ = room(moves ? there_ * values : 0); // is not read
-            gated_delta_rule_backward(carry_, tensors(&dnormed),
-                                      cpx::delta_rule_gradient_tensors<element, Mix, gpu::memory>{
-                                          as_mixed(of(dnormed, there_, values)), as_mixed(of(dq, there_, keys)),
+            o_ = room<Rule>(moves ? there_ * values : 0); // is not read
+            gated_delta_rule_backward(carry_, tensors(&d_o),
+                                      cpx::delta_rule_gradient_tensors<Rule, Mix, gpu::memory>{
+                                          as_mixed(of(d_o, there_, values)), as_mixed(of(dq, there_, keys)),
                                           as_mixed(of(dk, there_, keys)), as_mixed(of(dv, there_, values)),
                                           as_mixed(dg.columns(0, value_heads)),
                                           as_mixed(dg.columns(value_heads, value_heads))},
                                       heads_, options_, states_);
-            dnormed = {}, o_ = {};
+            d_o = {}, o_ = {};
             watch.mark("delta rule");
             auto const terms = comm_.memory().template room<float>(there_ * 2 * value_heads);
             auto const p = of(p_, there_, projected), d = of(dp, there_, projected);
@@ -175,7 +177,8 @@ public:
             watch.mark("gates");
             gpu::causal_conv1d_backward(
                 conv_, as_mixed(p.columns(0, qkv)), weight(), {}, cpx::activation::silu,
-                {{{{of(dq, there_, keys), dim}, {of(dk, there_, keys), dim}, {of(dv, there_, values), 0}}}},
+                gpu::conv_parts<Rule const>{
+                    {{{of(dq, there_, keys), dim}, {of(dk, there_, keys), dim}, {of(dv, there_, values), 0}}}},
                 {as_mixed(d.columns(0, qkv)), of(dconv_, qkv, taps)});
             q_ = {}, k_ = {}, v_ = {}, p_ = {}, gates_ = {};
         }
@@ -204,11 +207,14 @@ private:
     }
     static auto of_b(auto const& p) { return p.columns(qkv, value_heads); }
     static auto of_a(auto const& p) { return p.columns(qkv + value_heads, value_heads); }
-    block<element> room(index_t count) const { return comm_.memory().template room<element>(count); }
+    template <class T = element>
+    block<T> room(index_t count) const {
+        return comm_.memory().template room<T>(count);
+    }
     rows<float> gates(block<float> const& b) const { return of(b, there_, 2 * value_heads); }
-    rows<element> q() const { return of(q_, there_, keys); }
-    rows<element> k() const { return of(k_, there_, keys); }
-    rows<element> v() const { return of(v_, there_, values); }
+    rows<Rule> q() const { return of(q_, there_, keys); }
+    rows<Rule> k() const { return of(k_, there_, keys); }
+    rows<Rule> v() const { return of(v_, there_, values); }
     rows<element const> weight() const { return of(w_conv_, qkv, taps); }
     template <class T>
     cpx::sharded<T, Mix, gpu::memory> as_mixed(rows<T> r) const {
@@ -218,10 +224,10 @@ private:
     gpu::buffer<A> weights(index_t count, std::uint64_t seed, float most) const {
         return timing::random<A>(count, seed, -most, most);
     }
-    cpx::head_norm<element> norm() const {
+    gpu::norm_input<element, Rule> norm() const {
         return {of(o_, own_, values), of(z_, own_, values), of(gain_, 1, dim), 1e-6f, 0};
     }
-    cpx::delta_rule_tensors<element, Mix, gpu::memory> tensors(block<element> const* o = nullptr) {
+    cpx::delta_rule_tensors<Rule, Mix, gpu::memory> tensors(block<Rule> const* o = nullptr) {
         auto const g = gates(gates_);
         return {as_mixed(q()),
                 as_mixed(k()),
@@ -238,12 +244,11 @@ private:
         sums_(product::transposed(terms), product::plain(of(ones_, 1, terms.count())), terms.count(), 1,
               of(sums, terms.width(), 1));
     }
-    template <class Plan, class From, class To>
-    block<element> moved(Plan const& plan, block<element>& x, From const& from, To const& to, index_t width) {
-        auto y = room(to.rows(rank_) * width);
-        cpx::sharded<element, From, gpu::memory> const of_x(of(x, from.rows(rank_), width), from, rank_,
-                                                            comm_.memory());
-        cpx::sharded<element, To, gpu::memory> of_y(of(y, to.rows(rank_), width), to, rank_, comm_.memory());
+    template <class T, class Plan, class From, class To>
+    block<T> moved(Plan const& plan, block<T>& x, From const& from, To const& to, index_t width) {
+        auto y = room<T>(to.rows(rank_) * width);
+        cpx::sharded<T, From, gpu::memory> const of_x(of(x, from.rows(rank_), width), from, rank_, comm_.memory());
+        cpx::sharded<T, To, gpu::memory> of_y(of(y, to.rows(rank_), width), to, rank_, comm_.memory());
         exchange(plan, of_x, of_y, comm_);
         return y;
     }
@@ -268,14 +273,15 @@ private:
     gpu::buffer<float> const dw_in_{projected * hidden}, dw_z_{values * hidden}, dw_out_{hidden * values},
         dconv_{qkv * taps}, dgain_{dim}, dgate_weights_{2 * value_heads},
         ones_ = timing::random<float>(tokens, 8, 1, 1);
-    block<element> p_, z_, q_, k_, v_, o_, normed_;
+    block<element> p_, z_, normed_;
+    block<Rule> q_, k_, v_, o_;
     block<float> gates_;
-    cpx::delta_rule_saved<element, gpu::memory> saved_;
+    cpx::delta_rule_saved<Rule, gpu::memory> saved_;
 };
 
 /// Runs the layer some times and prints, at rank 0, its steps' medians and the memory that it took. `keeps`: what the
 /// delta rule's backward could make again is kept.
-template <cpx::carry_kind How, class S, class Mix>
+template <class Rule, cpx::carry_kind How, class S, class Mix>
 void run(char const* name, S const& where, Mix const& mix, cpx::nccl& ranks, bool keeps = false) {
     counted memory;
     gpu::stream const stream;
@@ -287,7 +293,7 @@ void run(char const* name, S const& where, Mix const& mix, cpx::nccl& ranks, boo
     rows<element const> const of_x(x.data(), own, hidden), of_dy(dy.data(), own, hidden);
     std::size_t kept = 0;
     {
-        layer<How, S, Mix> of(where, mix, comm, keeps);
+        layer<Rule, How, S, Mix> of(where, mix, comm, keeps);
         for (int round = 0; round < 12; ++round) {
             auto &there = round < 3 ? warm : forward, &back = round < 3 ? warm : backward;
             static_cast<void>(of.forward(of_x, there));
@@ -326,11 +332,12 @@ std::string measure(int rank, int count) {
     auto const batch = cpx::thd::from_offsets(offsets);
     auto const where = cpx::shard(batch, cpx::zigzag<>(count), cpx::aligned<64>());
     cpx::replicated<> const everywhere(count, batch);
-    run<cpx::serial>("in place, serial", where, where, *ranks);
-    run<cpx::serial>("the same, inverses kept", where, where, *ranks, true);
+    run<element, cpx::serial>("in place, serial", where, where, *ranks);
+    run<element, cpx::serial>("the same, inverses kept", where, where, *ranks, true);
+    run<__half, cpx::serial>("in place, serial, the rule in half", where, where, *ranks);
     if (count == 1) return "";
-    run<cpx::scan>("in place, scan", where, where, *ranks);
-    run<cpx::serial>("every row on every rank", where, everywhere, *ranks);
+    run<element, cpx::scan>("in place, scan", where, where, *ranks);
+    run<element, cpx::serial>("every row on every rank", where, everywhere, *ranks);
     return "";
 }
 

@@ -26,13 +26,14 @@ __global__ void __launch_bounds__(128, conv_resident) causal_conv1d(conv_input<T
     using ahead = rows_ahead<T, V, window, 1, normalises>;
     __shared__ typename ahead::stages staged;
     auto const y = part_of(out, place.channel);
-    T* to = y.at(row);
+    using element = typename std::remove_const_t<decltype(y)>::element; // of the result
+    element* to = y.at(row);
     bool const heads = normalises && __any_sync(~0u, y.lanes);
     auto const finish = [&](auto of_heads, float(&z)[V]) {
 #pragma unroll
         for (int v = 0; v < V; ++v) z[v] = activate<T, Silu>(z[v]);
-        if constexpr (of_heads.value) normalise<T>(z, y.lanes, y.epsilon);
-        if (!normalises || !place.beyond) store<T, V>(z, to);
+        if constexpr (of_heads.value) normalise<element>(z, y.lanes, y.epsilon);
+        if (!normalises || !place.beyond) store<element, V>(z, to);
     };
     for (int s = segment_of(in, row); rows > 0; ++s) {
         std::int64_t const next = in.first[s + 1] - row;

@@ -51,6 +51,7 @@ __global__ void __launch_bounds__(128)
         return z[0];
     };
     auto const part = part_of(dy, channel);
+    using element = typename std::remove_const_t<decltype(part)>::element; // of the result
     float const z = z_of(channel);
     float gradient = widen(*part.at(*own));
     constexpr int wide = 16 / sizeof(T); // channels of a thread of the other kernels
@@ -61,7 +62,7 @@ __global__ void __launch_bounds__(128)
             for (int lane = 0; lane < part.lanes; ++lane)
                 for (int v = 0; v < wide; ++v) {
                     std::int64_t const there = first + lane * wide + v;
-                    float const y = widen(static_cast<T>(activate<T, Silu>(z_of(channel + there))));
+                    float const y = widen(static_cast<element>(activate<T, Silu>(z_of(channel + there))));
                     squares[lane] = fmaf(y, y, squares[lane]);
                     products[lane] = fmaf(y, widen(part.at(*own)[there]), products[lane]);
                 }
@@ -70,7 +71,7 @@ __global__ void __launch_bounds__(128)
                     squares[lane] += squares[lane + apart];
                     products[lane] += products[lane + apart];
                 }
-            float const y = widen(static_cast<T>(activate<T, Silu>(z)));
+            float const y = widen(static_cast<element>(activate<T, Silu>(z)));
             gradient = normalise_backward(y, gradient, squares[0], products[0], part.epsilon);
         }
     *edge.at(i, channel) = activate_backward<T, Silu>(z, gradient);
@@ -144,6 +145,7 @@ struct back_strip {
     using ahead = rows_ahead<T, V, window, 2, (V > 1)>;
     using stages = typename ahead::stages;
     using part = decltype(part_of(std::declval<Dy const&>(), 0));
+    using element = typename part::element; ///< of the result
 
     conv_input<T> const& in;
     conv_backward<T, Dy> const& out;
@@ -158,10 +160,16 @@ struct back_strip {
     array<float, window, V> x, dz;
     T* to; ///< the row of dx that is next
 
+    /// Returns where the result's gradient is as rows are read ahead, which know no type but T: what was read is taken
+    /// for what it is.
+    __device__ __forceinline__ static T const* as_read(element const* gradient) {
+        static_assert(sizeof(element) == sizeof(T));
+        return reinterpret_cast<T const*>(gradient);
+    }
     /// Turns the gradient of a result into that of z.
     template <class OfHeads>
     __device__ __forceinline__ void backward(OfHeads, array<float, V> const& z, array<float, V>& gradient) const {
-        if constexpr (OfHeads::value) normalise_backward<T, Silu>(z, gradient, dy.lanes, dy.epsilon);
+        if constexpr (OfHeads::value) normalise_backward<T, element, Silu>(z, gradient, dy.lanes, dy.epsilon);
 #pragma unroll
         for (int v = 0; v < V; ++v) gradient[v] = activate_backward<T, Silu>(z[v], gradient[v]);
     }
@@ -171,7 +179,9 @@ struct back_strip {
     }
     /// Walks over as many of `count` rows from `row` on as are in whole groups; returns how many.
     __device__ __forceinline__ int whole_groups(std::int64_t row, int count) {
-        ahead x_and_dy{staged, {in.x, dy.rows}, {in.x.at(row, place.channel), dy.at(row)}};
+        ahead x_and_dy{staged,
+                       {in.x, conv_rows<T const>{as_read(dy.rows.data), dy.rows.stride}},
+                       {in.x.at(row, place.channel), as_read(dy.at(row))}};
         float result[V];
         int done = 0;
         if (count >= window) x_and_dy.begin();
@@ -181,8 +191,8 @@ struct back_strip {
 #pragma unroll
                 for (int k = 0; k < window; ++k) {
                     auto const x_of = [&](int age) { return x[(k - age + window) % window]; };
-                    x_and_dy.take(k, 0, x[k]);
-                    x_and_dy.take(k, 1, dz[k]);
+                    x_and_dy.template take<T>(k, 0, x[k]);
+                    x_and_dy.template take<element>(k, 1, dz[k]);
                     weight.weigh(weight.bias, x_of, result);
                     backward(of_heads, result, dz[k]);
                     add_terms(dz[k], x_of, dweight, dbias);
@@ -208,7 +218,7 @@ struct back_strip {
             for (int v = 0; v < V; ++v) x[lag][v] = dz[lag][v] = 0.0f;
             if (row < next && done < count + reach) {
                 widen<T, V>(load<T, V>(in.x.at(row, place.channel)), x[lag]);
-                widen<T, V>(load<T, V>(dy.at(row)), dz[lag]);
+                widen<element, V>(load<element, V>(dy.at(row)), dz[lag]);
                 weight.weigh(weight.bias, x_of, result);
                 with_heads<Dy, V>(heads, [&](auto of_heads) { backward(of_heads, result, dz[lag]); });
             } else if (done < count + reach) {

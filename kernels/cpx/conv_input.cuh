@@ -168,11 +168,12 @@ struct rows_ahead {
             for (int n = 0; n < N; ++n) from[n] = tensors[n].after(from[n], -Window);
         }
     }
-    /// Reads row `k` of this group.
+    /// Reads row `k` of this group, of elements U.
+    template <class U = T>
     __device__ __forceinline__ void take(int k, int n, array<float, V>& to) {
         pack<T, V> got = kept[k][n];
         if constexpr (InShared) memcpy(&got, &staged[side][k][n][thread()], 16);
-        widen<T, V>(got, to);
+        widen<U, V>(got, to);
         if constexpr (!InShared) ask(k, n);
     }
 

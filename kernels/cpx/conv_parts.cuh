@@ -9,7 +9,8 @@ namespace cpx::kernels {
 /// The most parts of a convolution's result.
 inline constexpr int conv_most_parts = 4;
 
-/// The parts of a result, one after the other along the channels, or of its gradient.
+/// The parts of a result, one after the other along the channels, or of its gradient. T: that of what is convolved, or
+/// another of as many bytes.
 ///
 /// `end[p]`: the channel after part p; for the last part and for unused ones, the number of channels. `lanes[p]`: how
 /// many threads of V channels share a head that is divided by its norm; 0 if the part stays as it is.
@@ -26,6 +27,7 @@ namespace conv {
 /// A channel's place in its part.
 template <class T>
 struct own_part {
+    using element = std::remove_const_t<T>;
     conv_rows<T> rows;
     std::int64_t channel; ///< of the part
     int lanes;
@@ -91,7 +93,7 @@ __device__ __forceinline__ float dot(float const (&a)[V], float const (&b)[V]) {
     return sum;
 }
 
-/// Rounds y to T and, if that is of a head, divides it by the norm. All threads of a warp call it.
+/// Rounds y to T, the result's type, and, if that is of a head, divides it by the norm. All threads of a warp call it.
 template <class T, std::size_t V>
 __device__ __forceinline__ void normalise(float (&y)[V], int lanes, float epsilon) {
     widen<T, V>(narrow<T, V>(y), y);
@@ -111,12 +113,12 @@ __device__ __forceinline__ float normalise_backward(float y, float dn, float squ
 
 /// The same for the V channels of a thread, if they are of a head; `dn` becomes the gradient of y. All threads of a
 /// warp call it.
-template <class T, bool Silu, std::size_t V>
+template <class T, class Y, bool Silu, std::size_t V>
 __device__ __forceinline__ void normalise_backward(float const (&z)[V], float (&dn)[V], int lanes, float epsilon) {
     float y[V];
 #pragma unroll
     for (int v = 0; v < V; ++v) y[v] = activate<T, Silu>(z[v]);
-    widen<T, V>(narrow<T, V>(y), y);
+    widen<Y, V>(narrow<Y, V>(y), y);
     float sums[] = {dot(y, y), dot(y, dn)};
     add_over_head(sums, lanes);
 #pragma unroll

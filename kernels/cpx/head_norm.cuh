@@ -10,16 +10,19 @@
 
 namespace cpx::kernels {
 
-/// x, z, y: (rows, heads * dim), weight: (1, dim); the gain is offset + weight, and with z silu(z) times that.
-template <class T>
+/// x, z, y: (rows, heads * dim), weight: (1, dim); the gain is offset + weight, and with z silu(z) times that. X: T, or
+/// another type of 16 bits, such as that of a delta rule's output.
+template <class T, class X = T>
 struct norm_input {
-    rows<T const> x, z, weight;
+    static_assert(sizeof(X) == sizeof(T), "cpx: a norm of elements that have not as many bytes as those of its result");
+    rows<X const> x;
+    rows<T const> z, weight;
     float eps, offset;
 
     __host__ __device__ index_t dim() const { return weight.width(); }
     /// Returns the factor of the head whose first column this is, on every lane.
     __device__ float factor(index_t row, index_t first) const {
-        T const* const head = x.row(row) + first;
+        X const* const head = x.row(row) + first;
         float const squares =
             sum_over_head(static_cast<int>(dim()), [&](int j) { return widen(head[j]) * widen(head[j]); });
         return 1 / sqrtf(squares / static_cast<float>(dim()) + eps);
@@ -34,8 +37,8 @@ struct norm_input {
 };
 
 /// Loads the gains of neighbours from the head's element j on.
-template <class T, int V>
-__device__ __forceinline__ void load_gain(norm_input<T> const& n, int j, bool whole, array<float, V>& to) {
+template <class T, int V, class X>
+__device__ __forceinline__ void load_gain(norm_input<T, X> const& n, int j, bool whole, array<float, V>& to) {
     load<T, V>(n.weight.data() + j, whole, to);
 #pragma unroll
     for (int i = 0; i < V; ++i) to[i] += n.offset;
@@ -49,8 +52,8 @@ __device__ __forceinline__ float norm_factor(float squares, int dim, float eps) 
 }
 
 /// A warp for each row, whose heads its groups of lanes take in turn. Blocks of (32, 8) threads. Gated: z is there.
-template <class T, bool Gated>
-__global__ void __launch_bounds__(256, 4) normalise_rows(norm_input<T> n, rows<T> y, norm_lanes by) {
+template <class T, bool Gated, class X = T>
+__global__ void __launch_bounds__(256, 4) normalise_rows(norm_input<T, X> n, rows<T> y, norm_lanes by) {
     constexpr int count = 16 / sizeof(T);
     using values = array<float, count>;
     index_t const row = static_cast<index_t>(blockIdx.x) * 8 + threadIdx.y;
@@ -73,9 +76,10 @@ __global__ void __launch_bounds__(256, 4) normalise_rows(norm_input<T> n, rows<T
     };
     if (by.steps == 1) {
         load_gain<T, count>(n, lane % by.lanes * count, by.whole, gain);
-        array<T const*, 2> const from = {n.x.row(row), Gated ? n.z.row(row) : n.x.row(row)};
+        auto const of_x = reinterpret_cast<T const*>(n.x.row(row)); // taken for X where it is widened
+        array<T const*, 2> const from = {of_x, Gated ? n.z.row(row) : of_x};
         for_each_head<T, 2>(from, width, dim, by, [&](int column, lane_packs<T, 2> const& packs) {
-            widen<T, count>(packs.of[0], x);
+            widen<X, count>(packs.of[0], x);
             if constexpr (Gated) widen<T, count>(packs.of[1], z);
             float const factor = norm_factor<T>(norm::sum_over(add_squares(0), 1, by.lanes), dim, n.eps);
             if (column >= 0) write(factor, column);
@@ -85,12 +89,12 @@ __global__ void __launch_bounds__(256, 4) normalise_rows(norm_input<T> n, rows<T
     for (int first = 0; first < width; first += dim) {
         float squares = 0;
         for (int j = lane * count; j < dim; j += 32 * count) {
-            load<T, count>(n.x.row(row) + first + j, by.whole, x);
+            load<X, count>(n.x.row(row) + first + j, by.whole, x);
             squares = add_squares(squares);
         }
         float const factor = norm_factor<T>(norm::sum_over(squares, 1, 32), dim, n.eps);
         for (int j = lane * count; j < dim; j += 32 * count) {
-            load<T, count>(n.x.row(row) + first + j, by.whole, x);
+            load<X, count>(n.x.row(row) + first + j, by.whole, x);
             load_gain<T, count>(n, j, by.whole, gain);
             if constexpr (Gated) load<T, count>(n.z.row(row) + first + j, by.whole, z);
             write(factor, first + j);
@@ -99,8 +103,8 @@ __global__ void __launch_bounds__(256, 4) normalise_rows(norm_input<T> n, rows<T
 }
 
 /// As above; a lane adds up its elements' terms over its heads, unless heads take several steps: then every head adds.
-template <class T, bool Gated>
-__global__ void __launch_bounds__(256, 3) normalise_rows_backward(norm_input<T> n, rows<T const> dy, rows<T> dx,
+template <class T, bool Gated, class X = T>
+__global__ void __launch_bounds__(256, 3) normalise_rows_backward(norm_input<T, X> n, rows<T const> dy, rows<X> dx,
                                                                   rows<T> dz, rows<float> terms, norm_lanes by) {
     constexpr int count = 16 / sizeof(T);
     using values = array<float, count>;
@@ -141,13 +145,14 @@ __global__ void __launch_bounds__(256, 3) normalise_rows_backward(norm_input<T> 
             if constexpr (Gated) z[i] *= sums.factor;
         }
         if constexpr (Gated) store<T, count>(z, by.whole, dz.row(row) + column);
-        store<T, count>(x, by.whole, dx.row(row) + column);
+        store<X, count>(x, by.whole, dx.row(row) + column);
     };
     if (by.steps == 1) {
         load_gain<T, count>(n, lane % by.lanes * count, by.whole, gain);
-        array<T const*, 3> const from = {n.x.row(row), dy.row(row), Gated ? n.z.row(row) : n.x.row(row)};
+        auto const of_x = reinterpret_cast<T const*>(n.x.row(row));
+        array<T const*, 3> const from = {of_x, dy.row(row), Gated ? n.z.row(row) : of_x};
         for_each_head<T, 3>(from, width, dim, by, [&](int column, lane_packs<T, 3> const& packs) {
-            widen<T, count>(packs.of[0], x);
+            widen<X, count>(packs.of[0], x);
             widen<T, count>(packs.of[1], d);
             if constexpr (Gated) widen<T, count>(packs.of[2], z);
             open();
@@ -163,7 +168,7 @@ __global__ void __launch_bounds__(256, 3) normalise_rows_backward(norm_input<T> 
         return;
     }
     auto const load_all = [&](int first, int j) {
-        load<T, count>(n.x.row(row) + first + j, by.whole, x);
+        load<X, count>(n.x.row(row) + first + j, by.whole, x);
         load_gain<T, count>(n, j, by.whole, gain);
         load<T, count>(dy.row(row) + first + j, by.whole, d);
         if constexpr (Gated) load<T, count>(n.z.row(row) + first + j, by.whole, z);
@@ -186,8 +191,8 @@ __global__ void __launch_bounds__(256, 3) normalise_rows_backward(norm_input<T> 
 }
 
 /// The same of heads of other sizes, element by element. Blocks of (32, 8) threads.
-template <class T>
-__global__ void __launch_bounds__(256) normalise_any_rows(norm_input<T> n, rows<T> y) {
+template <class T, class X = T>
+__global__ void __launch_bounds__(256) normalise_any_rows(norm_input<T, X> n, rows<T> y) {
     index_t const row = static_cast<index_t>(blockIdx.x) * 8 + threadIdx.y;
     if (row >= n.x.count()) return;
     for (index_t first = 0; first < n.x.width(); first += n.dim()) {
@@ -199,9 +204,9 @@ __global__ void __launch_bounds__(256) normalise_any_rows(norm_input<T> n, rows<
 }
 
 /// Lane l has columns l, l + 32, ... of every head, so that each adds up the terms of its own.
-template <class T>
+template <class T, class X = T>
 __global__ void __launch_bounds__(256)
-    normalise_any_rows_backward(norm_input<T> n, rows<T const> dy, rows<T> dx, rows<T> dz, rows<float> terms) {
+    normalise_any_rows_backward(norm_input<T, X> n, rows<T const> dy, rows<X> dx, rows<T> dz, rows<float> terms) {
     index_t const row = static_cast<index_t>(blockIdx.x) * 8 + threadIdx.y;
     if (row >= n.x.count()) return;
     for (index_t first = 0; first < n.x.width(); first += n.dim()) {
@@ -209,7 +214,7 @@ __global__ void __launch_bounds__(256)
         auto const pulled = [&](index_t j) { // the gradient of a normed element
             return widen(dy(row, first + j)) * n.opened(row, first + j) * n.gain(j);
         };
-        T const* const head = n.x.row(row) + first;
+        X const* const head = n.x.row(row) + first;
         float const inner =
             sum_over_head(static_cast<int>(n.dim()), [&](int j) { return pulled(j) * widen(head[j]) * factor; }) /
             static_cast<float>(n.dim());
@@ -220,7 +225,7 @@ __global__ void __launch_bounds__(256)
                 float const z = widen(n.z(row, first + j)), s = 1 / (1 + expf(-z));
                 dz(row, first + j) = static_cast<T>(d * normed * n.gain(j) * (s * (1 + z * (1 - s))));
             }
-            dx(row, first + j) = static_cast<T>(factor * (pull - inner * normed));
+            dx(row, first + j) = static_cast<X>(factor * (pull - inner * normed));
         }
     }
 }

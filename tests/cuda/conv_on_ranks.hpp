@@ -13,9 +13,10 @@
 
 namespace convolution {
 
-/// Runs forward and backward on all ranks, each a thread with a stream, their halos exchanged on the host.
-template <class T, class W, cpx::any_sharding S>
-results run(problem<T, W> const& p, S const& sharding, placement at = {}, form const& of = {}) {
+/// Runs forward and backward on all ranks, each a thread with a stream, their halos exchanged on the host. Y: the type
+/// of the result, and of its gradient.
+template <class Y, class T, class W, cpx::any_sharding S>
+results run_to(problem<T, W> const& p, S const& sharding, placement at = {}, form const& of = {}) {
     auto const all = static_cast<std::size_t>(p.batch.tokens() * p.channels);
     results r{std::vector<double>(all, NAN), std::vector<double>(all, NAN),
               std::vector<double>(static_cast<std::size_t>(p.channels * p.taps)), std::vector<double>(p.bias.size())};
@@ -35,25 +36,25 @@ results run(problem<T, W> const& p, S const& sharding, placement at = {}, form c
             turn.lock();
             return to;
         };
-        auto const local = [&](std::vector<T> const& tensor) {
+        auto const local = [&]<class U>(std::vector<U> const& tensor) {
             auto const own = on_ranks::take(tensor, channels, sharding, rank);
-            return std::vector<T>(own.data().data(), own.data().data() + own.data().count() * p.channels);
+            return std::vector<U>(own.data().data(), own.data().data() + own.data().count() * p.channels);
         };
         auto const x_host = local(p.x);
         device_rows<T> const x(x_host, p.channels, at), halo_x(moved(before, x_host), p.channels, at),
             dx(plan.rows(), p.channels, at);
-        device_result<T> const dy(local(p.dy), p.channels, at, of), y(plan.rows(), p.channels, at, of);
+        device_result<Y> const dy(local(convert<Y>(p.dy)), p.channels, at, of), y(plan.rows(), p.channels, at, of);
         device_rows<W> const weight(p.weight, p.taps, at);
         cpx::cuda::buffer<W> const bias{std::span<W const>(p.bias)};
         std::span<W const> const bias_view(bias.data(), p.bias.size());
         rows<T const> const in_x = x;
         rows<W const> const in_weight = weight;
-        y.template as<T>([&](auto const& out) {
+        y.template as<Y>([&](auto const& out) {
             cpx::cuda::causal_conv1d(plan, in_x, halo_x, in_weight, bias_view, p.act, out, stream);
         });
 
         device_rows<float> const edge(plan.edge_rows(), p.channels, at);
-        dy.template as<T const>([&](auto const& given) {
+        dy.template as<Y const>([&](auto const& given) {
             cpx::cuda::causal_conv1d_backward_edge(plan, in_x, halo_x, in_weight, bias_view, p.act, given, edge.view(),
                                                    stream);
         });
@@ -63,7 +64,7 @@ results run(problem<T, W> const& p, S const& sharding, placement at = {}, form c
         std::vector<float> const nothing(static_cast<std::size_t>(cpx::cuda::causal_conv1d_workspace(plan, p.channels)),
                                          NAN);
         cpx::cuda::buffer<float> const workspace{std::span<float const>(nothing)};
-        dy.template as<T const>([&](auto const& given) {
+        dy.template as<Y const>([&](auto const& given) {
             cpx::cuda::causal_conv1d_backward(
                 plan, in_x, halo_x, in_weight, bias_view, p.act, given, edge, dz,
                 {dx, dweight, std::span(dbias.data(), p.bias.size()), std::span(workspace.data(), nothing.size())},
@@ -75,6 +76,10 @@ results run(problem<T, W> const& p, S const& sharding, placement at = {}, form c
     });
     add_sums(r, sums);
     return r;
+}
+template <class T, class W, cpx::any_sharding S>
+results run(problem<T, W> const& p, S const& sharding, placement at = {}, form const& of = {}) {
+    return run_to<T>(p, sharding, at, of);
 }
 
 /// The host's operators in double, sequence by sequence. `dy`: the gradient of the result, if it is not the problem's.

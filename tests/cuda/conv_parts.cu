@@ -24,10 +24,10 @@ void for_each_head(std::vector<width_and_heads> const& list, index_t tokens, ind
     }
 }
 
-/// What normalised parts are to give, computed in double from the rounded result of the plain convolution.
+/// What normalised parts are to give, computed in double from `y`, the result of the convolution alone.
 template <class T, class W>
-results normalised(problem<T, W> const& p, std::vector<width_and_heads> const& list, double epsilon) {
-    auto const y = run(p, on_ranks::one_rank(p.batch)).y;
+results normalised(problem<T, W> const& p, std::vector<double> const& y, std::vector<width_and_heads> const& list,
+                   double epsilon) {
     auto n = y, dy = convert<double>(p.dy);
     for_each_head(list, p.batch.tokens(), p.channels, [&](std::size_t first, std::size_t head_dim) {
         double squares = epsilon, along = 0;
@@ -88,7 +88,8 @@ TEST_SUITE("cuda") {
                     CAPTURE(p.text());
                     CAPTURE(head_dim);
                     auto const got = run(p, on_ranks::one_rank(p.batch), {}, form{list, 1e-5f});
-                    auto const expected = normalised(p, list, 1e-5);
+                    auto const plain = run(p, on_ranks::one_rank(p.batch)).y;
+                    auto const expected = normalised(p, plain, list, 1e-5);
                     check_close<T>(got, expected, 4); // nearly all of a gradient may lie along few heads, and cancel
                     int const ranks = 2 + static_cast<int>(seed % 3);
                     on_ranks::for_each_sharding(p.batch, ranks, {1}, [&](std::string const& name, auto const& s) {
@@ -99,6 +100,36 @@ TEST_SUITE("cuda") {
                         check_close<T>(r, expected, 4);
                     });
                 }
+    }
+
+    TEST_CASE_TEMPLATE("parts of another type of 16 bits have its roundings alone", T, __nv_bfloat16, __half) {
+        if (!has_gpus()) return;
+        using Y = std::conditional_t<std::is_same_v<T, __half>, __nv_bfloat16, __half>;
+        std::uint64_t seed = 170;
+        for (auto const& list : std::vector<std::vector<width_and_heads>>{
+                 {{256, 128}, {128, 128}, {24}}, {{64, 32}, {16, 8}}, {{3}, {9}, {1}, {27}}})
+            for (auto const& packing : packings) {
+                index_t channels = 0;
+                for (auto const& part : list) channels += part.width;
+                ++seed;
+                problem<T, float> p(lengths(packing), channels, 4, seed % 2 != 0,
+                                    seed % 3 ? activation::silu : activation::none, seed);
+                p.dy = convert<T>(convert<Y>(p.dy)); // which either type holds
+                CAPTURE(p.text());
+                auto const got = run_to<Y>(p, on_ranks::one_rank(p.batch), {}, form{list, 1e-5f});
+                auto const plain = run_to<Y>(p, on_ranks::one_rank(p.batch));
+                check_close<T, Y>(plain, on_host(p));
+                auto const expected = normalised(p, plain.y, list, 1e-5);
+                check_close<T, Y>(got, expected, 4);
+                int const ranks = 2 + static_cast<int>(seed % 3);
+                on_ranks::for_each_sharding(p.batch, ranks, {1}, [&](std::string const& name, auto const& s) {
+                    CAPTURE(name);
+                    auto const r = run_to<Y>(p, s, {}, form{list, 1e-5f});
+                    check_same("y", r.y, got.y);
+                    check_same("dx", r.dx, got.dx);
+                    check_close<T, Y>(r, expected, 4);
+                });
+            }
     }
 
     TEST_CASE("parts and heads that do not fit are refused, by name") {

@@ -207,10 +207,16 @@ inline void add_sums(results& to, std::vector<rank_sums> const& of_ranks) {
     }
 }
 
-/// Checks results against the reference: to a rounding of T, sums to some of float, gradients to `times` as much.
+/// How far numbers may be from what they are rounded from.
 template <class T>
+constexpr double rounding_of = std::is_same_v<T, float>    ? 1e-6
+                               : std::is_same_v<T, __half> ? 5e-4
+                                                           : 4e-3;
+
+/// Checks results against the reference: to a rounding of T, or of Y what is of Y, sums to some of float, gradients to
+/// `times` as much.
+template <class T, class Y = T>
 void check_close(results const& got, results const& expected, double times = 1) {
-    double const rounding = std::is_same_v<T, float> ? 1e-6 : std::is_same_v<T, __half> ? 5e-4 : 4e-3;
     double const sums = times * (std::is_same_v<T, float> ? 3e-6 : 1e-5);
     auto const check = [](char const* name, std::vector<double> const& a, std::vector<double> const& b, double most) {
         double const error = relative_error(a, b);
@@ -220,8 +226,8 @@ void check_close(results const& got, results const& expected, double times = 1) 
         CHECK_MESSAGE(error <= most, name << ", first at " << i << ": " << (a.empty() ? 0 : a[i]) << " for "
                                           << (b.empty() ? 0 : b[i]));
     };
-    check("y", got.y, expected.y, rounding);
-    check("dx", got.dx, expected.dx, times * rounding);
+    check("y", got.y, expected.y, rounding_of<Y>);
+    check("dx", got.dx, expected.dx, times * rounding_of<T>);
     check("dweight", got.dweight, expected.dweight, sums);
     check("dbias", got.dbias, expected.dbias, sums);
 }

@@ -37,42 +37,51 @@ struct both {
     cpx::rows<double const> exact() const { return {wide.data(), own.count(), own.width()}; }
 };
 
-/// What the kernels give.
-template <class T>
+/// What the kernels give; X: x's type, and that of its gradient.
+template <class T, class X>
 struct results {
-    matrix<T> y, dx, dz;
+    matrix<T> y, dz;
+    matrix<X> dx;
     matrix<float> terms;
 
-    results(kernels::norm_input<T> const& n, cpx::rows<T const> dy, bool whole)
-        : y(count, n.x.width()), dx(y), dz(y), terms(count, n.dim()) {
+    results(kernels::norm_input<T, X> const& n, cpx::rows<T const> dy, bool whole)
+        : y(count, n.x.width()), dz(y), dx(count, n.x.width()), terms(count, n.dim()) {
         std::fill_n(terms.data(), count * n.dim(), 0.0f); // which is added to
         auto const by = kernels::norm_lanes_of<T>(n.dim(), whole);
         auto const launch = [](auto&& kernel) { gpu::now().launch({(count + 7) / 8, 1}, {32, 8}, kernel); };
         if (by.lanes > 0) {
             auto const run = [&](auto gated) {
-                launch([&] { kernels::normalise_rows<T, gated>(n, y.rows(), by); });
-                launch(
-                    [&] { kernels::normalise_rows_backward<T, gated>(n, dy, dx.rows(), dz.rows(), terms.rows(), by); });
+                launch([&] { kernels::normalise_rows<T, gated, X>(n, y.rows(), by); });
+                launch([&] {
+                    kernels::normalise_rows_backward<T, gated, X>(n, dy, dx.rows(), dz.rows(), terms.rows(), by);
+                });
             };
             n.z.data() ? run(std::true_type()) : run(std::false_type());
         } else {
-            launch([&] { kernels::normalise_any_rows<T>(n, y.rows()); });
-            launch([&] { kernels::normalise_any_rows_backward<T>(n, dy, dx.rows(), dz.rows(), terms.rows()); });
+            launch([&] { kernels::normalise_any_rows<T, X>(n, y.rows()); });
+            launch([&] { kernels::normalise_any_rows_backward<T, X>(n, dy, dx.rows(), dz.rows(), terms.rows()); });
         }
     }
 };
 
+/// How far numbers may be from what they are rounded from: float's sums, or one rounding.
 template <class T>
+constexpr double unit = sizeof(T) == 4              ? 1e-6
+                        : std::is_same_v<T, __half> ? 0x1p-12
+                                                    : 0x1p-9;
+
+template <class T, class X = T>
 void check(index_t dim, bool gated, bool shared_by_lanes) {
     CAPTURE(dim);
     CAPTURE(gated);
     REQUIRE((kernels::norm_lanes_of<T>(dim, true).lanes > 0) == shared_by_lanes);
     std::mt19937 random(static_cast<unsigned>(dim));
     index_t const width = heads * dim;
-    both<T> x(random, count, width), z(random, count, width), weight(random, 1, dim), dy(random, count, width);
-    kernels::norm_input<T> const n{x.own, gated ? cpx::rows<T const>(z.own) : cpx::rows<T const>(), weight.own, 1e-6f,
-                                   gated ? 0.0f : 1.0f};
-    results<T> got(n, dy.own, true), elsewhere(n, dy.own, false);
+    both<X> x(random, count, width);
+    both<T> z(random, count, width), weight(random, 1, dim), dy(random, count, width);
+    kernels::norm_input<T, X> const n{x.own, gated ? cpx::rows<T const>(z.own) : cpx::rows<T const>(), weight.own,
+                                      1e-6f, gated ? 0.0f : 1.0f};
+    results<T, X> got(n, dy.own, true), elsewhere(n, dy.own, false);
 
     std::vector<double> y(x.wide), dx(x.wide), dz(x.wide), dweight(static_cast<std::size_t>(dim));
     auto const wide = [&](std::vector<double>& to) { return cpx::rows<double>(to.data(), count, width); };
@@ -84,16 +93,20 @@ void check(index_t dim, bool gated, bool shared_by_lanes) {
         cpx::rms_norm<double>(x.exact(), weight.wide, 1e-6, 1.0, wide(y));
         cpx::rms_norm_backward<double>(x.exact(), weight.wide, 1e-6, 1.0, dy.exact(), wide(dx), dweight);
     }
-    double const unit = sizeof(T) == 4 ? 1e-6 : 0x1p-9; // float's sums, or one rounding to bfloat16
-    CHECK(distance(got.y, y) < unit);
-    CHECK(distance(got.dx, dx) < unit);
-    if (gated) CHECK(distance(got.dz, dz) < unit);
+    CHECK(distance(got.y, y) < unit<T>);
+    CHECK(distance(got.dx, dx) < unit<X>);
+    if (gated) CHECK(distance(got.dz, dz) < unit<T>);
     matrix<float> sums(1, dim);
     std::fill_n(sums.data(), dim, 0.0f);
     for (index_t i = 0; i < count * dim; ++i) sums.data()[i % dim] += got.terms.data()[i];
     CHECK(distance(sums, dweight) < 1e-6);
 
-    if (shared_by_lanes) { // in place
+    CHECK(got.y.has_the_bits_of(elsewhere.y));
+    CHECK(got.dx.has_the_bits_of(elsewhere.dx));
+    if (gated) CHECK(got.dz.has_the_bits_of(elsewhere.dz));
+    CHECK(got.terms.has_the_bits_of(elsewhere.terms));
+    if constexpr (std::is_same_v<T, X>) { // in place
+        if (!shared_by_lanes) return;
         auto const by = kernels::norm_lanes_of<T>(dim, true);
         auto const run = [&](auto gate) {
             auto const launch = [](auto&& kernel) { gpu::now().launch({(count + 7) / 8, 1}, {32, 8}, kernel); };
@@ -116,10 +129,6 @@ void check(index_t dim, bool gated, bool shared_by_lanes) {
         };
         gated ? run(std::true_type()) : run(std::false_type());
     }
-    CHECK(got.y.has_the_bits_of(elsewhere.y));
-    CHECK(got.dx.has_the_bits_of(elsewhere.dx));
-    if (gated) CHECK(got.dz.has_the_bits_of(elsewhere.dz));
-    CHECK(got.terms.has_the_bits_of(elsewhere.terms));
 }
 
 /// Heads divided by their lengths, y, and then the gradient of that, in place of dy.
@@ -181,6 +190,11 @@ TEST_SUITE("cuda_on_cpu") {
             for (index_t const dim : {8, 16, 128, 512}) check<float>(dim, gated, true);
             for (index_t const dim : {8, 64, 256, 1024}) check<__nv_bfloat16>(dim, gated, true);
             check<__half>(128, gated, true);
+            for (index_t const dim : {64, 512}) {
+                check<__nv_bfloat16, __half>(dim, gated, true);
+                check<__half, __nv_bfloat16>(dim, gated, true);
+            }
+            check<__nv_bfloat16, __half>(20, gated, false);
             check<float>(40, gated, false);
             check<__nv_bfloat16>(20, gated, false);
         }

@@ -125,10 +125,10 @@ void with_variant(bool vectors, activation act, F&& f) {
             : with(integral_constant<int, 0>(), integral_constant<int, 1>());
 }
 
-/// Returns a result, or its gradient, as rows if it is not in parts.
+/// Returns a result, or its gradient, as rows if it is neither rows nor parts.
 template <class T, class Y>
 auto in_form(Y const& y) {
-    if constexpr (std::same_as<Y, conv_parts<T>>)
+    if constexpr (result_of<Y, T>)
         return y;
     else
         return rows<T>(y);
@@ -220,7 +220,7 @@ void launch_backward(conv_plan const& plan, convolved<T, W> const& of, Dy const&
     kernels::conv_backward<T, form> const out{
         from, conv_view(to.dx), conv_view(edge), conv_view(dz_halo), plan.edge_rows(), plan.after(), sums};
     with_variant<T>(of.in_vectors(dy) && in_vectors(to.dx), of.act, [&](auto taps, auto vector, auto silu) {
-        bool const parts = vector > 1 && !std::same_as<form, kernels::conv_rows<T const>>;
+        bool const parts = vector > 1 && kernels::conv::may_normalise<form, vector>;
         auto const grid = kernels::cut_backward(plan.multiprocessors(), given.rows, channels, vector, parts);
         given.strip = grid.strip;
         launch_convolution(kernels::causal_conv1d_backward<T, taps, vector, silu, form>, grid.blocks, grid.threads, in,
@@ -236,9 +236,9 @@ void launch_backward(conv_plan const& plan, convolved<T, W> const& of, Dy const&
 } // namespace detail
 
 /// Where the result of a convolution goes, or its gradient comes from: rows, or `conv_parts` of which some may be
-/// normalised by heads, as a gated delta net does with q, k and v, in one pass.
+/// normalised by heads, as a gated delta net does with q, k and v, in one pass. Of T or, both of 16 bits, another type.
 template <class Y, class T>
-concept conv_result = std::same_as<Y, conv_parts<T>> || std::convertible_to<Y const&, rows<T>>;
+concept conv_result = detail::result_of<Y, T> || std::convertible_to<Y const&, rows<T>>;
 
 /// Computes `y_t = activation(bias + sum_j weight_j x_{t-K+1+j})` for every channel, with zeros before a sequence
 /// begins. For K from 1 to 8, 4 being fastest; sums are float.

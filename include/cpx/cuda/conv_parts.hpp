@@ -19,7 +19,8 @@ struct conv_part {
 };
 
 /// A convolution's result, or with `T const` its gradient, in up to four parts that follow each other along the
-/// channels; those that are not needed are left empty.
+/// channels; those that are not needed are left empty. T may be another type of 16 bits than that of what is convolved:
+/// what a convolution of bfloat16 hands on in half has three bits more, see `gated_delta_rule`.
 ///
 /// A part y with heads becomes `y / sqrt(sum y^2 + epsilon)`, the sum over each head, of y as T holds it. That wants 4
 /// taps, rows of everything at multiples of 16 bytes, heads of 16 bytes times a power of two up to 32, and a part that
@@ -31,6 +32,20 @@ struct conv_parts {
 };
 
 namespace detail {
+
+/// Whether a result of a convolution of T, or with `T const` its gradient, may be of U: the same, or both have 16 bits.
+template <class U, class T>
+constexpr bool may_stand_for =
+    std::same_as<U, T> || (std::is_const_v<U> == std::is_const_v<T> && tensor_core_number<std::remove_const_t<U>> &&
+                           tensor_core_number<std::remove_const_t<T>>);
+template <class Y, class T>
+constexpr bool is_result_of = false;
+template <class U, class T>
+constexpr bool is_result_of<rows<U>, T> = may_stand_for<U, T>;
+template <class U, class T>
+constexpr bool is_result_of<conv_parts<U>, T> = may_stand_for<U, T>;
+template <class Y, class T>
+concept result_of = is_result_of<Y, T>;
 
 template <class T>
 kernels::conv_rows<T> conv_view(rows<T> view) {

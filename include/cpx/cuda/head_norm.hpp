@@ -17,8 +17,8 @@ using kernels::norm_input;
 
 namespace detail {
 
-template <class T>
-void norm_given(char const* where, norm_input<T> const& n, caller here) {
+template <class T, class X>
+void norm_given(char const* where, norm_input<T, X> const& n, caller here) {
     require(n.dim() > 0 && n.x.width() % n.dim() == 0, where, "width of x",
             in_words("a multiple of the size of weight, ", n.dim()), n.x.width(), here);
     require(n.x.width() < index_t{1} << 31, where, "width of x", "less than 2^31", n.x.width(), here);
@@ -42,29 +42,30 @@ void launch_rows(char const* where, Vectors vectors, Any any, kernels::norm_lane
 } // namespace detail
 
 /// Computes `y = x / sqrt(mean x^2 + eps) * (offset + weight)`, and with z silu(z) times that; the mean is a head's. y
-/// may be x or z. Sums and what `terms` holds are float. A row's bits are the same wherever it lies. Can be captured.
+/// may be x or z. x, and its gradient, may be of another type of 16 bits, X: y is of T, as z and weight are. Sums and
+/// what `terms` holds are float. A row's bits are the same wherever it lies. Can be captured.
 ///
 /// Throws `cpx::error` on shapes that do not fit and memory that overlaps or is another device's, before anything is
 /// launched.
-template <gpu_number T>
-void normalise_rows(norm_input<T> const& n, std::type_identity_t<rows<T>> y, cudaStream_t stream,
+template <gpu_number T, gpu_number X>
+void normalise_rows(norm_input<T, X> const& n, std::type_identity_t<rows<T>> y, cudaStream_t stream,
                     caller here = caller::here()) {
     char const* const where = "cuda::normalise_rows";
     detail::norm_given(where, n, here);
     detail::require_rows(where, {{"y", y, n.x.count(), n.x.width()}}, here);
     detail::require_apart(where, {{"y", y}}, {{"x", n.x}, {"z", n.z}}, here, detail::in_place::yes);
     detail::require_apart(where, {{"y", y}}, {{"weight", n.weight}}, here);
-    rows<T const> const z = n.z.data() ? n.z : n.x;
+    rows<T const> const z = n.z.data() ? n.z : y;
     auto const by = kernels::norm_lanes_of<T>(n.dim(), detail::row_vector(n.x, z, n.weight, y) == 16);
-    detail::launch_rows(where, n.z.data() ? kernels::normalise_rows<T, true> : kernels::normalise_rows<T, false>,
-                        kernels::normalise_any_rows<T>, by, n.x.count(), stream, here, n, y);
+    detail::launch_rows(where, n.z.data() ? kernels::normalise_rows<T, true, X> : kernels::normalise_rows<T, false, X>,
+                        kernels::normalise_any_rows<T, X>, by, n.x.count(), stream, here, n, y);
 }
 
 /// Computes the gradients of x and, with z, of z, and adds to each row of `terms`, (rows, dim), what that row adds to
 /// the weight's. dx may be dy. All else as above.
-template <gpu_number T>
-void normalise_rows_backward(norm_input<T> const& n, std::type_identity_t<rows<T const>> dy,
-                             std::type_identity_t<rows<T>> dx, std::type_identity_t<rows<T>> dz, rows<float> terms,
+template <gpu_number T, gpu_number X>
+void normalise_rows_backward(norm_input<T, X> const& n, std::type_identity_t<rows<T const>> dy,
+                             std::type_identity_t<rows<X>> dx, std::type_identity_t<rows<T>> dz, rows<float> terms,
                              cudaStream_t stream, caller here = caller::here()) {
     char const* const where = "cuda::normalise_rows_backward";
     detail::norm_given(where, n, here);
@@ -76,11 +77,12 @@ void normalise_rows_backward(norm_input<T> const& n, std::type_identity_t<rows<T
     detail::require_apart(where, {{"dz", dz}, {"terms", terms}}, {{"dy", dy}}, here);
     detail::require_apart(where, {{"dx", dx}, {"dz", dz}, {"terms", terms}},
                           {{"x", n.x}, {"z", n.z}, {"weight", n.weight}}, here);
-    rows<T const> const z = n.z.data() ? n.z : n.x, of_z = n.z.data() ? dz : n.x;
+    rows<T const> const z = n.z.data() ? n.z : dy, of_z = n.z.data() ? dz : dy;
     auto const by = kernels::norm_lanes_of<T>(n.dim(), detail::row_vector(n.x, z, n.weight, dy, dx, of_z) == 16);
-    detail::launch_rows(
-        where, n.z.data() ? kernels::normalise_rows_backward<T, true> : kernels::normalise_rows_backward<T, false>,
-        kernels::normalise_any_rows_backward<T>, by, count, stream, here, n, dy, dx, dz, terms);
+    detail::launch_rows(where,
+                        n.z.data() ? kernels::normalise_rows_backward<T, true, X>
+                                   : kernels::normalise_rows_backward<T, false, X>,
+                        kernels::normalise_any_rows_backward<T, X>, by, count, stream, here, n, dy, dx, dz, terms);
 }
 
 namespace detail {
