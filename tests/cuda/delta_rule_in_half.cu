@@ -167,8 +167,8 @@ TEST_SUITE("cuda") {
                 CHECK_MESSAGE(error <= times * before, std::string(name)
                                                            << ": " << error << ", with bfloat16 " << before);
             };
-            // y, dx and dz are rounded to bfloat16, by 1.7e-3; dg and dbeta are float. With hardly any decay dg sums what
-            // all later tokens give, and that nearly cancels.
+            // y, dx and dz are rounded to bfloat16, by 1.7e-3; dg and dbeta are float. With hardly any decay dg sums
+            // what all later tokens give, and that nearly cancels.
             compare("y", &outcome::y, 2.2e-3, 0.6), compare("dx", &outcome::dx, 2.2e-3, 0.6);
             compare("dz", &outcome::dz, 2.2e-3, 0.6);
             compare("dg", &outcome::dg, what == kind::slow ? 2.5e-3 : 1.2e-3, 0.3);
