@@ -102,9 +102,10 @@ TEST_SUITE("cuda") {
                 }
     }
 
-    TEST_CASE_TEMPLATE("parts of another type of 16 bits have its roundings alone", T, __nv_bfloat16, __half) {
+    TEST_CASE("results of another type of 16 bits have its roundings alone") {
         if (!has_gpus()) return;
-        using Y = std::conditional_t<std::is_same_v<T, __half>, __nv_bfloat16, __half>;
+        using T = __nv_bfloat16;
+        using Y = __half;
         std::uint64_t seed = 170;
         for (auto const& list : std::vector<std::vector<width_and_heads>>{
                  {{256, 128}, {128, 128}, {24}}, {{64, 32}, {16, 8}}, {{3}, {9}, {1}, {27}}})
