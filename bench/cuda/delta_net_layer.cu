@@ -1,22 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0
 // Times a gated delta net layer on GPUs, forward and backward, step by step, and counts the device memory that it
-// takes: on one rank, and on two whose recurrence runs where rows are, by both carries, or on all rows at every rank.
+// takes: on one rank, and on two whose recurrence runs where rows are, by both carries, or on all rows at every rank;
+// put together of `cuda::` calls, whose plans are made once, and as the operator `gated_delta_net`, which makes them
+// again.
 #include "../../examples/qwen/cuda/blas.hpp"
 #include "../../harness/processes.hpp"
 #include "random.hpp"
 #include "timing.hpp"
 
-#include <cpx/cuda/head_norm.hpp>
 #include <cpx/layout/head_sharded.hpp>
 #include <cpx/layout/zigzag.hpp>
-#include <cpx/ops/cuda/conv_exchange.hpp>
+#include <cpx/ops/cuda/causal_conv1d.hpp>
 #include <cpx/ops/cuda/gated_delta_rule.hpp>
+#include <cpx/ops/cuda/norm.hpp>
+#include <cpx/ops/gated_delta_net_backward.hpp>
 
 #include <algorithm>
 #include <cstdio>
 #include <memory>
 #include <optional>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 namespace {
@@ -279,10 +283,85 @@ private:
     cpx::delta_rule_saved<Rule, gpu::memory> saved_;
 };
 
-/// Runs the layer some times and prints, at rank 0, its steps' medians and the memory that it took. `keeps`: what the
-/// delta rule's backward could make again is kept.
-template <class Rule, cpx::carry_kind How, class S, class Mix>
-void run(char const* name, S const& where, Mix const& mix, cpx::nccl& ranks, bool keeps = false) {
+/// The same layer by the operator `gated_delta_net`, which asks this for its products.
+template <cpx::carry_kind How, cpx::any_sharding S>
+class one_operator {
+public:
+    gpu::communicator& comm;
+
+    one_operator(S const& where, gpu::communicator& by)
+        : comm(by), where_(where), net_(cpx::carry<How>(where, by.rank()), config()), states_(by),
+          times_(by.stream(), false) {}
+    gpu::state_exchange& carrier() { return states_; }
+    void ended(auto const&...) const {}
+    void ended_states(auto const&...) const {}
+    void linear(rows<element const> x, rows<element const> weight, rows<element> y) {
+        times_(product::plain(x), product::plain(weight), x.width(), 0, y);
+    }
+    void linear_backward_input(rows<element const> dy, rows<element const> weight, rows<element> dx) {
+        times_(product::plain(dy), product::transposed(weight), dy.width(), 1, dx);
+    }
+    void linear_backward_weight(rows<element const> dy, rows<element const> x, rows<float> dweight) {
+        times_(product::transposed(dy), product::transposed(x), x.count(), 1, dweight);
+    }
+
+    block<element> forward(rows<element const> x, stopwatch& watch) {
+        auto y = comm.memory().template room<element>(x.count() * hidden);
+        auto to = tensor(rows<element>(y.data(), x.count(), hidden));
+        saved_ = {};
+        watch.begin();
+        net_(weights(), tensor(x), to, *this, {{}, &saved_});
+        watch.mark("the operator");
+        return y;
+    }
+    block<element> backward(rows<element const> x, rows<element const> dy, stopwatch& watch) {
+        auto dx = comm.memory().template room<element>(x.count() * hidden);
+        cpx::gated_delta_net_gradients<element, S, gpu::memory> const to{
+            tensor(rows<element>(dx.data(), x.count(), hidden)), parameters<float>(sums_.data(), sums_.data())};
+        watch.begin();
+        gated_delta_net_backward(net_, weights(), tensor(x), saved_, tensor(dy), to, *this);
+        saved_ = {};
+        watch.mark("the operator");
+        return dx;
+    }
+
+private:
+    static cpx::gated_delta_net_config config() { return {hidden, {key_heads, value_heads, dim, dim}, taps}; }
+    template <class T>
+    cpx::sharded<T, S, gpu::memory> tensor(rows<T> r) const {
+        return {r, where_, comm.rank(), comm.memory()};
+    }
+    /// Views all parameters one behind the other; those of gates in `wide`.
+    template <class A, class W>
+    static cpx::gated_delta_net_parameters<A> parameters(A* values, W* wide) {
+        cpx::gated_delta_net_parameters<A> view;
+        index_t first = 0;
+        for_each_parameter(view, config(), [&]<class E>(char const*, rows<E>& weight, index_t count, index_t width) {
+            if constexpr (std::is_same_v<E, A>)
+                weight = rows<E>(values + first, count, width);
+            else
+                weight = rows<E>(wide + first, count, width);
+            first += count * width;
+        });
+        return view;
+    }
+    cpx::gated_delta_net_weights<element> weights() const {
+        return parameters<element const, float const>(weights_.data(), gates_.data());
+    }
+
+    static constexpr index_t all = (projected + 2 * values) * hidden + qkv * taps + 2 * value_heads + dim;
+    S where_;
+    cpx::gated_delta_net<How, S> net_;
+    gpu::state_exchange states_;
+    product::product<element> times_;
+    typename cpx::gated_delta_net<How, S>::template saved_of<element, gpu::memory> saved_;
+    gpu::buffer<element> const weights_ = timing::random<element>(all, 1, -0.04f, 0.04f);
+    gpu::buffer<float> const gates_ = timing::random<float>(all, 5, -1, 1), sums_{all};
+};
+
+/// Runs a layer, `make(comm)`, some times and prints, at rank 0, its steps' medians and the memory that it took.
+template <class S, class Make>
+void time_layer(char const* name, S const& where, cpx::nccl& ranks, Make const& make) {
     counted memory;
     gpu::stream const stream;
     gpu::communicator comm(ranks, stream, memory);
@@ -293,7 +372,8 @@ void run(char const* name, S const& where, Mix const& mix, cpx::nccl& ranks, boo
     rows<element const> const of_x(x.data(), own, hidden), of_dy(dy.data(), own, hidden);
     std::size_t kept = 0;
     {
-        layer<Rule, How, S, Mix> of(where, mix, comm, keeps);
+        auto const made = make(comm);
+        auto& of = *made;
         for (int round = 0; round < 12; ++round) {
             auto &there = round < 3 ? warm : forward, &back = round < 3 ? warm : backward;
             static_cast<void>(of.forward(of_x, there));
@@ -319,6 +399,14 @@ void run(char const* name, S const& where, Mix const& mix, cpx::nccl& ranks, boo
     std::fflush(stdout);
 }
 
+/// The same of `layer`. `keeps`: what the delta rule's backward could make again is kept.
+template <class Rule, cpx::carry_kind How, class S, class Mix>
+void run(char const* name, S const& where, Mix const& mix, cpx::nccl& ranks, bool keeps = false) {
+    time_layer(name, where, ranks, [&](gpu::communicator& comm) {
+        return std::make_unique<layer<Rule, How, S, Mix>>(where, mix, comm, keeps);
+    });
+}
+
 std::string measure(int rank, int count) {
     auto const ranks = cpx::nccl::from_environment(std::chrono::minutes(1));
     if (rank == 0 && count == 1)
@@ -335,6 +423,9 @@ std::string measure(int rank, int count) {
     run<element, cpx::serial>("in place, serial", where, where, *ranks);
     run<element, cpx::serial>("the same, inverses kept", where, where, *ranks, true);
     run<__half, cpx::serial>("in place, serial, the rule in half", where, where, *ranks);
+    time_layer("gated_delta_net, serial", where, *ranks, [&](gpu::communicator& comm) {
+        return std::make_unique<one_operator<cpx::serial, std::remove_cvref_t<decltype(where)>>>(where, comm);
+    });
     if (count == 1) return "";
     run<element, cpx::scan>("in place, scan", where, where, *ranks);
     run<element, cpx::serial>("every row on every rank", where, everywhere, *ranks);

@@ -367,8 +367,10 @@ TEST_SUITE("cuda") {
         "a gated delta net on GPUs is the host's with its gradients, by serial and by heads with the bits of one", T,
         float, __nv_bfloat16) {
         if (!has_gpus(2)) return;
-        check_layer<T>({48, {2, 4, 24, 40}, 4, 64, 1e-6}, {70, 0, 1, 130, 64, 3, 211}, 4, most<T>,
-                       sizeof(T) == 2 && cpx::cuda::detail::has_delta_hopper<true, T>());
+        for (cpx::delta_rule_heads const& heads :
+             {cpx::delta_rule_heads{2, 4, 24, 40}, {2, 4, 32, 16}}) // these the convolution normalises, not the rule
+            check_layer<T>({48, heads, 4, 64, 1e-6}, {70, 0, 1, 130, 64, 3, 211}, 4, most<T>,
+                           sizeof(T) == 2 && cpx::cuda::detail::has_delta_hopper<true, T>());
     }
 
     TEST_CASE(
@@ -409,7 +411,7 @@ TEST_SUITE("cuda") {
 
     TEST_CASE("decoding on GPUs after prompts of any length is the host's layer over whole sequences") {
         if (!has_gpus(2)) return;
-        cpx::gated_delta_net_config const config{48, {2, 4, 24, 40}, 4, 64, 1e-6};
+        cpx::gated_delta_net_config const config{48, {2, 4, 32, 40}, 4, 64, 1e-6};
         std::vector<index_t> const prompt{37, 0, 1, 130, 3, 2, 71};
         auto whole = prompt;
         for (index_t& n : whole) n += decoded_tokens;

@@ -125,13 +125,27 @@ void with_variant(bool vectors, activation act, F&& f) {
             : with(integral_constant<int, 0>(), integral_constant<int, 1>());
 }
 
-/// Returns a result, or its gradient, as rows if it is neither rows nor parts.
+template <class U>
+rows<U const> to_read(rows<U> const& dy) {
+    return dy;
+}
+template <class U>
+conv_parts<U> to_read(conv_parts<U> const& dy) {
+    return dy;
+}
+
+/// Returns a result or, of `T const`, its gradient, as rows if it is neither rows nor parts.
 template <class T, class Y>
 auto in_form(Y const& y) {
-    if constexpr (result_of<Y, T>)
-        return y;
-    else
+    static_assert(result_of<Y, T> || std::convertible_to<Y const&, rows<T>>,
+                  "cpx: causal_conv1d wants a result y, and in the backward dy, of x's elements or, of bfloat16, of "
+                  "half: rows, or conv_parts<T>, of a gradient conv_parts<T const>");
+    if constexpr (!result_of<Y, T>)
         return rows<T>(y);
+    else if constexpr (std::is_const_v<T>)
+        return to_read(y);
+    else
+        return y;
 }
 
 /// Throws `cpx::error` unless a convolution fits.
@@ -235,22 +249,19 @@ void launch_backward(conv_plan const& plan, convolved<T, W> const& of, Dy const&
 
 } // namespace detail
 
-/// Where the result of a convolution goes, or its gradient comes from: rows, or `conv_parts` of which some may be
-/// normalised by heads, as a gated delta net does with q, k and v, in one pass. Of T or, both of 16 bits, another type.
-template <class Y, class T>
-concept conv_result = detail::result_of<Y, T> || std::convertible_to<Y const&, rows<T>>;
-
 /// Computes `y_t = activation(bias + sum_j weight_j x_{t-K+1+j})` for every channel, with zeros before a sequence
 /// begins. For K from 1 to 8, 4 being fastest; sums are float.
 ///
-/// All is in device memory. x, y: (rows, channels) of the plan's rank, not overlapping; halo: what an exchange with the
-/// plan of rows before brought, (plan.halo_rows(), channels), or empty if that is none; weight: (channels, K), bias:
-/// (channels) or empty, both float or of the elements of x. Any strides and alignment; 16 bytes are loaded at once if
-/// K is 4 and all rows begin at multiples of 16 bytes.
+/// All is in device memory. x, y: (rows, channels) of the plan's rank, not overlapping. y, as dy in the backward, is
+/// rows or `conv_parts`, of which some may be normalised by heads, as a gated delta net does with q, k and v, in one
+/// pass; of the elements of x or, where these are bfloat16, of half. halo: what an exchange with the plan of rows
+/// before has brought, (plan.halo_rows(), channels), or empty if that is none; weight: (channels, K), bias: (channels)
+/// or empty, both float or of the elements of x. Any strides and alignment; 16 bytes are loaded at once if K is 4 and
+/// all rows begin at multiples of 16 bytes.
 /// Enqueues one kernel. The same bits on every sharding, whatever the strides. Cost: x and y through memory once.
 ///
 /// Throws `cpx::error` on shapes that do not fit and memory or a plan of another device, before anything is launched.
-template <class A, class W, conv_result<std::remove_const_t<A>> Y>
+template <class A, class W, class Y>
 void causal_conv1d(conv_plan const& plan, rows<A> x, std::type_identity_t<rows<A const>> halo, rows<W> weight,
                    std::type_identity_t<std::span<W const>> bias, activation act, Y const& y, cudaStream_t in,
                    caller here = caller::here()) {
@@ -267,7 +278,7 @@ void causal_conv1d(conv_plan const& plan, rows<A> x, std::type_identity_t<rows<A
 /// bits on every sharding; the rest as in `causal_conv1d`. Enqueues one kernel, or none if there are no such rows.
 ///
 /// Throws `cpx::error` as the forward does, and if the plan has no rows after.
-template <class A, class W, conv_result<A const> Dy>
+template <class A, class W, class Dy>
 void causal_conv1d_backward_edge(conv_plan const& plan, rows<A> x, std::type_identity_t<rows<A const>> halo,
                                  rows<W> weight, std::type_identity_t<std::span<W const>> bias, activation act,
                                  Dy const& dy, rows<float> edge, cudaStream_t in, caller here = caller::here()) {
@@ -293,7 +304,7 @@ void causal_conv1d_backward_edge(conv_plan const& plan, rows<A> x, std::type_ide
 /// same on one kind of device, added in a fixed order. Cost: x, dy and dx through memory once.
 ///
 /// Throws `cpx::error` as the first half does, and on a workspace that is too small.
-template <class A, class W, conv_result<A const> Dy>
+template <class A, class W, class Dy>
 void causal_conv1d_backward(conv_plan const& plan, rows<A> x, std::type_identity_t<rows<A const>> halo, rows<W> weight,
                             std::type_identity_t<std::span<W const>> bias, activation act, Dy const& dy,
                             rows<float const> edge, rows<float const> dz_halo,

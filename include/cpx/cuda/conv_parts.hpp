@@ -19,8 +19,8 @@ struct conv_part {
 };
 
 /// A convolution's result, or with `T const` its gradient, in up to four parts that follow each other along the
-/// channels; those that are not needed are left empty. T may be another type of 16 bits than that of what is convolved:
-/// what a convolution of bfloat16 hands on in half has three bits more, see `gated_delta_rule`.
+/// channels; those that are not needed are left empty. Of what is convolved in bfloat16 T may be half, which has three
+/// bits more for a delta rule, and a range that its gradients may leave: see `gated_delta_rule`.
 ///
 /// A part y with heads becomes `y / sqrt(sum y^2 + epsilon)`, the sum over each head, of y as T holds it. That wants 4
 /// taps, rows of everything at multiples of 16 bytes, heads of 16 bytes times a power of two up to 32, and a part that
@@ -33,15 +33,17 @@ struct conv_parts {
 
 namespace detail {
 
-/// Whether a result of a convolution of T, or with `T const` its gradient, may be of U: the same, or both have 16 bits.
+/// Whether a result of a convolution of T, or with `T const` its gradient, may be of U: the same or, of bfloat16, half.
 template <class U, class T>
-constexpr bool may_stand_for =
-    std::same_as<U, T> || (std::is_const_v<U> == std::is_const_v<T> && tensor_core_number<std::remove_const_t<U>> &&
-                           tensor_core_number<std::remove_const_t<T>>);
+constexpr bool may_stand_for = std::same_as<U, T>;
+template <>
+inline constexpr bool may_stand_for<__half, __nv_bfloat16> = true;
+template <>
+inline constexpr bool may_stand_for<__half const, __nv_bfloat16 const> = true;
 template <class Y, class T>
 constexpr bool is_result_of = false;
 template <class U, class T>
-constexpr bool is_result_of<rows<U>, T> = may_stand_for<U, T>;
+constexpr bool is_result_of<rows<U>, T> = may_stand_for<std::conditional_t<std::is_const_v<T>, U const, U>, T>;
 template <class U, class T>
 constexpr bool is_result_of<conv_parts<U>, T> = may_stand_for<U, T>;
 template <class Y, class T>

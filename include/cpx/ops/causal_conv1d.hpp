@@ -35,7 +35,7 @@ inline constexpr bool convolves_by = std::same_as<M, host_memory> && transport<C
 /// Throws unless states fit, and what is written is apart from the rest.
 template <class T, any_sharding S, any_memory M>
 void check_states(convolution<T, S, M> const& of, caller here) {
-    auto const& [plan, x, weight, bias, act, y, states, where] = of;
+    auto const& [plan, x, weight, bias, act, y, states, where, heads] = of;
     index_t const sequences = plan.sharding.batch().sequences(), window = (plan.reach + 1) * x.data().width();
     rows<T const> const all_states[] = {states.initial, states.final};
     for (rows<T const> const& given : all_states)
@@ -58,7 +58,7 @@ void require_convolved(char const* where, char const* what, sharded<A, S, M> con
 /// Throws unless all fits.
 template <class T, any_sharding S, any_memory M, class Comm>
 void check_convolution(convolution<T, S, M> const& of, Comm const& comm, caller here) {
-    auto const& [plan, x, weight, bias, act, y, states, where] = of;
+    auto const& [plan, x, weight, bias, act, y, states, where, heads] = of;
     index_t const channels = x.data().width();
     require_convolved(where, "x", x, plan, "the plan's", channels, comm, here);
     require_convolved(where, "y", y, plan, "the plan's", channels, comm, here);
@@ -165,7 +165,7 @@ namespace detail {
 
 template <class T, any_sharding S, any_memory M, class Comm>
 void check_convolution_backward(convolution_backward<T, S, M> const& of, Comm const& comm, caller here) {
-    auto const& [before, after, x, weight, bias, act, dy, dx, dweight, dbias, order, where] = of;
+    auto const& [before, after, x, weight, bias, act, dy, dx, dweight, dbias, order, where, heads] = of;
     index_t const channels = x.data().width();
     for (halo_plan<S> const* plan : {&before, &after}) {
         require_convolved(where, "x", x, *plan, "that of the plans", channels, comm, here);

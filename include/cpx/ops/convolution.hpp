@@ -31,6 +31,19 @@ struct causal_conv1d_states {
 
 namespace detail {
 
+/// Heads of `dim` channels, the first `channels` of a convolution's result, that are divided by their lengths; none: 0.
+struct normalised_heads {
+    index_t channels = 0, dim = 0;
+};
+/// Whether convolutions in memory M can do that; on devices some, see `ops/cuda/causal_conv1d.hpp`.
+template <any_memory M>
+struct normalising_convolution {
+    template <class T>
+    static constexpr bool fits(index_t /*taps*/, index_t /*dim*/, index_t /*others*/) {
+        return false;
+    }
+};
+
 /// What a convolution is given, on one rank.
 template <class T, any_sharding S, any_memory M = host_memory>
 struct convolution {
@@ -42,6 +55,7 @@ struct convolution {
     sharded<T, S, M> y;
     causal_conv1d_states<T> states = {};
     char const* where = "causal_conv1d";
+    normalised_heads heads = {};
 };
 
 /// What the backward of a convolution is given, on one rank.
@@ -59,6 +73,7 @@ struct convolution_backward {
     std::span<sum> dbias;
     sum_order order;
     char const* where = "causal_conv1d_backward";
+    normalised_heads heads = {}; ///< with sums in the order of the batch none
 
     bool sums() const { return dweight.data() || !dbias.empty(); }
     /// Returns it without sums, or with some channels of what is a channel's.
@@ -75,7 +90,7 @@ struct convolution_backward {
 
 private:
     convolution_backward of_weights(rows<T const> w, std::span<T const> b, rows<sum> dw, std::span<sum> db) const {
-        return {before, after, x, w, b, act, dy, dx, dw, db, order, where};
+        return {before, after, x, w, b, act, dy, dx, dw, db, order, where, heads};
     }
 };
 
@@ -114,7 +129,7 @@ public:
         exchange_rows(of_.plan, of_.x.data(), halo_.view(), comm_, here, by);
     }
     void forward(caller) {
-        auto const& [plan, x, weight, bias, act, y, states, where] = of_;
+        auto const& [plan, x, weight, bias, act, y, states, where, none] = of_;
         thd const& batch = plan.sharding.batch();
         conv_weights<T> const by{by_tap(weight), bias.empty() ? nullptr : bias.data(), act};
         std::vector<T> history;

@@ -110,10 +110,8 @@ struct gated_delta_mixer {
     halo_plan<S> before, after;
     gated_delta_widths<S> widths;
     std::vector<section> sections = config.sections();
-    /// The rule divides q and k by their lengths. On devices a convolution can, see `cuda::conv_parts`, if rows begin
-    /// at multiples of 16 bytes, so not whatever heads a rank has, and if weights' gradients are not wanted in the
-    /// order of the batch, which takes a channel at a time.
-    delta_rule_options options{.chunk = config.chunk, .qk_l2norm = true};
+    delta_rule_options options{.chunk = config.chunk, .qk_l2norm = true}; ///< the rule divides q and k by their lengths
+    delta_rule_options of_normalised{.chunk = config.chunk, .qk_l2norm = false}; ///< the convolution has
 
     gated_delta_mixer(carry_plan<How, S> const& plan, gated_delta_net_config const& of, caller here)
         : config(checked(of, here)), states(plan), before(halo(sharding(), rank(), of.kernel - 1, side::before, here)),
@@ -122,6 +120,11 @@ struct gated_delta_mixer {
     S const& sharding() const { return states.sharding; }
     int rank() const { return states.rank; }
     gated_delta model(char const* where) const { return {config.heads, options, where}; }
+    /// Of q and k as the convolution leaves them.
+    template <class T, any_memory M>
+    gated_delta model_of_mixed(char const* where) const {
+        return {config.heads, convolution_normalises<T, M>() ? of_normalised : options, where};
+    }
     /// Throws unless the layer may run in this memory, and all that it is given is there.
     template <any_memory M>
     void check(char const* where, M const& memory, bool backward, std::span<operand const> given, caller here) const {
@@ -151,7 +154,8 @@ struct gated_delta_mixer {
         }
         causal_conv1d_states<T> const states_of{state.conv, ends};
         convolution<T, S, M> const of_qkv{
-            before, x.columns(0, widths.qkv()), conv.view(), bias, activation::silu, mixed.view(), states_of, where};
+            before, x.columns(0, widths.qkv()), conv.view(), bias, activation::silu, mixed.view(), states_of,
+            where,  normalised<T, M>()};
         convolve(of_qkv, by.comm, here);
         by.ended(before, widths.qkv());
 
@@ -163,7 +167,7 @@ struct gated_delta_mixer {
                          here);
         auto t = tensors(mixed.view(), gates.view(), o, saved ? &saved->states : nullptr);
         t.initial = t.final = state.recurrent;
-        run_delta_rule(states, model(where), t, by.carrier(), here);
+        run_delta_rule(states, model_of_mixed<T, M>(where), t, by.carrier(), here);
         if (meet) copy(newest.view(), state.conv);
         by.ended_states(states, state_shape{widths.values, config.heads.key_dim, config.heads.value_dim});
         if (!saved) return;
@@ -190,7 +194,7 @@ struct gated_delta_mixer {
                    dv = dmixed.columns(2 * widths.q, widths.v);
         auto const dg = dgates.columns(0, widths.values), dbeta = dgates.columns(widths.values, widths.values);
         delta_rule_gradient_tensors<T, S, M> const of_rule{dout, dq, dk, dv, dg, dbeta};
-        run_delta_rule_backward(states, model(forward),
+        run_delta_rule_backward(states, model_of_mixed<T, M>(forward),
                                 tensors(saved.mixed->view(), saved.gates->view(), no_o, &saved.states), of_rule,
                                 by.carrier(), here);
         by.ended();
@@ -205,6 +209,19 @@ struct gated_delta_mixer {
         add_terms(weight_sums(sharding(), order, by.comm, here, where), terms, sums.view(), here);
         std::span<T const> const bias;
         std::span<sum> const dbias;
+        normalised_heads heads = normalised<T, M>();
+        if constexpr (requires { &normalising_convolution<M>::template backward<T>; })
+            if (heads.channels > 0 && order == sum_order::by_row) { // which takes a channel at a time
+                auto again = made<T>(memory, widths.qkv(), here);
+                convolution<T, S, M> const plain{
+                    before, x.columns(0, widths.qkv()), conv.view(), bias, activation::silu, again.view(), {}, where};
+                convolve(plain, by.comm, here);
+                by.ended();
+                normalising_convolution<M>::template backward<T>(memory, again.data().columns(0, heads.channels),
+                                                                 heads.dim, dmixed.data().columns(0, heads.channels),
+                                                                 here);
+                heads = {};
+            }
         convolution_backward<T, S, M> const of_qkv{before,
                                                    after,
                                                    x.columns(0, widths.qkv()),
@@ -216,7 +233,8 @@ struct gated_delta_mixer {
                                                    dconv.view(),
                                                    dbias,
                                                    order,
-                                                   where};
+                                                   where,
+                                                   heads};
         convolve_backward(of_qkv, by.comm, here);
         by.ended();
         auto const add = [&](bool channels, rows<sum const> from, rows<sum> whole) {
@@ -228,6 +246,18 @@ struct gated_delta_mixer {
     }
 
 private:
+    /// Whether the convolution divides q and k by their lengths: by sizes of the whole layer, whatever heads a rank
+    /// has.
+    template <class T, any_memory M>
+    bool convolution_normalises() const {
+        return normalising_convolution<M>::template fits<T>(config.kernel, config.heads.key_dim,
+                                                            config.heads.value_dim);
+    }
+    template <class T, any_memory M>
+    normalised_heads normalised() const {
+        if (!convolution_normalises<T, M>()) return {};
+        return {2 * widths.q, config.heads.key_dim};
+    }
     /// Returns this rank's rows of a weight of channels, or of heads.
     template <class T, any_memory M>
     row_buffer<T, M> held(bool channels, rows<T const> weight, M const& memory, caller here) const {

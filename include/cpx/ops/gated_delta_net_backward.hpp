@@ -38,7 +38,7 @@ struct gated_delta_net_backward_pass {
         bool const ran = saved.z && saved.o && saved.projected && saved.mixed && saved.gates;
         require(ran && saved.o->sharding() == sharding, where, "saved tensors", "those of the forward",
                 ran ? "those of another sharding" : "none", here);
-        check_saved(where, net.mixer_.states, net.mixer_.model(where), &saved.states, here);
+        check_saved(where, net.mixer_.states, net.mixer_.template model_of_mixed<T, M>(where), &saved.states, here);
         auto written = net.operands(to.weights), read = net.operands(w);
         written.push_back({"dx", to.dx.data()});
         for (operand const& more : {operand("x", x.data()), operand("dy", dy.data())}) read.push_back(more);

@@ -2,6 +2,7 @@
 // Gradients of weights: sums over all rows of a batch whose rows are sharded.
 #pragma once
 
+#include <cpx/core/row_buffer.hpp>
 #include <cpx/layout/head_sharded.hpp>
 #include <cpx/ops/expert_exchange.hpp>
 #include <cpx/ops/local/linear.hpp>
@@ -215,7 +216,18 @@ void add_terms(weight_sums<S, Comm> const& sums, tensor<T, S, M> const& terms, r
                caller here = caller::here()) {
     auto const own = sums.share(terms, terms.width(), here);
     rows<T> const share(to.data() + own.share.first, 1, own.share.size());
-    for_each_element(terms.memory(), 1, share.width(), rowwise::add_rows<T>{own.data, nullptr, share}, here);
+    auto const add = [&](rows<T const> from, index_t block, rows<T> sums_of) {
+        for_each_element(terms.memory(), sums_of.count(), sums_of.width(), rowwise::add_blocks<T>{from, block, sums_of},
+                         here);
+    };
+    // A device adds up many blocks at a time; but not in the order of the batch, in which a sum waits for the one before.
+    constexpr index_t block = 256;
+    index_t const count = own.data.count();
+    if (std::same_as<M, host_memory> || sums.order() == sum_order::by_row || count <= block)
+        return add(own.data, std::max<index_t>(count, 1), share);
+    row_buffer<T, M> of_blocks(terms.memory(), (count + block - 1) / block, share.width(), here);
+    add(own.data, block, of_blocks.view());
+    add(of_blocks.view(), of_blocks.count(), share);
 }
 template <class X = detail::any, class Y = detail::any>
 detail::refused add_terms(X const& = {}, Y const& = {}, detail::any = {}, detail::any = {}) {

@@ -8,13 +8,17 @@
 
 #include <cpx/cuda/communicator.hpp>
 #include <cpx/cuda/elements.hpp>
+#include <cpx/cuda/head_norm.hpp>
 #include <cpx/cuda/write_numbers.hpp>
 #include <cpx/ops/causal_conv1d.hpp>
 #include <cpx/ops/cuda/conv_exchange.hpp>
 #include <cpx/ops/cuda/operands.hpp>
 
+#include <bit>
 #include <concepts>
+#include <cstddef>
 #include <memory>
+#include <type_traits>
 #include <utility>
 
 namespace cpx {
@@ -22,13 +26,71 @@ namespace cpx {
 namespace detail {
 
 /// Returns what is known of a convolution that prepares itself for one call.
-template <class X, class T>
-cuda::conv_exchange_options options_of_call(X const& x, activation act, std::span<T const> bias) {
-    return {.x_stride = x.data().stride(), .alike = convolution_arguments(act, bias)};
+template <class T>
+cuda::conv_exchange_options options_of_call(rows<T const> x, activation act, std::span<T const> bias) {
+    return {.x_stride = x.stride(), .alike = convolution_arguments(act, bias)};
 }
 
 template <std::derived_from<cuda::communicator> Comm>
 inline constexpr bool convolves_by<cuda::memory, Comm> = true;
+
+/// On devices heads are normalised by vectors of 16 bytes, whatever a rank holds and wherever its rows begin.
+template <>
+struct normalising_convolution<cuda::memory> {
+    /// Whether heads of `dim` channels are, before heads of `others`.
+    template <class T>
+    static constexpr bool fits(index_t taps, index_t dim, index_t others) {
+        index_t const element = static_cast<index_t>(sizeof(T)), vectors = dim * element / 16;
+        return taps == 4 && dim * element % 16 == 0 && others * element % 16 == 0 && vectors <= 32 &&
+               std::has_single_bit(static_cast<std::size_t>(vectors));
+    }
+    /// Turns gradients of normalised heads into those of `y`, for what takes a channel at a time.
+    template <class T>
+    static void backward(cuda::memory const& memory, rows<T const> y, index_t dim, rows<T> gradient, caller here) {
+        cuda::normalise_heads(y, dim, gradient, true, memory.stream(), here);
+    }
+};
+
+/// Rows that begin at multiples of 16 bytes, if that is wanted: those given or, if they do not, others.
+template <class T>
+class rows_in_vectors {
+    using element = std::remove_const_t<T>;
+
+public:
+    rows_in_vectors(rows<T> given, bool wanted, cuda::memory const& memory, caller here)
+        : given_(given), memory_(memory), here_(here), own_(wanted && cuda::detail::row_vector(given) != 16) {
+        if (!own_) return;
+        constexpr index_t vector = 16 / static_cast<index_t>(sizeof(T));
+        index_t const stride = (given.width() + vector - 1) / vector * vector;
+        block_ = memory.template room<element>(given.count() * stride);
+        aligned_ = {block_.data(), given.count(), given.width(), stride};
+        if constexpr (std::is_const_v<T>) copy(given, aligned_);
+    }
+    rows<T> view() const { return own_ ? rows<T>(aligned_) : given_; }
+    /// Copies what has been written to where it was wanted.
+    void put() const {
+        if (own_) copy(aligned_, given_);
+    }
+
+private:
+    void copy(rows<element const> from, rows<element> to) const {
+        for_each_element(memory_, to.count(), to.width(), rowwise::copy<element>{from, to}, here_);
+    }
+    rows<T> given_;
+    cuda::memory const& memory_;
+    caller here_;
+    bool own_;
+    cuda::block<element> block_;
+    rows<element> aligned_;
+};
+
+/// Returns a result, or its gradient, in parts: heads that are normalised, and the rest.
+template <class T>
+cuda::conv_parts<T> in_parts(rows<T> whole, normalised_heads heads) {
+    index_t const rest = whole.width() - heads.channels;
+    return {{{{heads.channels > 0 ? whole.columns(0, heads.channels) : rows<T>(), heads.dim},
+              {rest > 0 ? whole.columns(heads.channels, rest) : rows<T>(), 0}}}};
+}
 
 /// Copies newest rows of sequences to their states; `list`: see `newest_rows`.
 template <class T>
@@ -47,8 +109,10 @@ struct keep_newest {
 template <class T, any_sharding S>
 void convolve(convolution<T, S, cuda::memory> const& of, cuda::communicator& comm, caller here) {
     auto const& [initial, final, end] = of.states;
-    rows<T const> const x = of.x.data();
-    auto options = options_of_call(of.x, of.act, of.bias);
+    bool const heads = of.heads.channels > 0;
+    rows_in_vectors<T const> const aligned(of.x.data(), heads, comm.memory(), here);
+    rows<T const> const x = aligned.view();
+    auto options = options_of_call(x, of.act, of.bias);
     options.go_on = initial.data() || final.data();
     auto by = std::make_unique<cuda::conv_exchange<T, S>>(of.plan, x.width(), comm, options, here);
     auto const states = by->states();
@@ -57,8 +121,17 @@ void convolve(convolution<T, S, cuda::memory> const& of, cuda::communicator& com
     else
         for_each_element(comm.memory(), states.count(), states.width(), rowwise::clear<T>{states}, here);
     cuda::detail::convolved<T, T> const given{x, by->halo(), of.weight, of.bias, of.act};
-    rows<T> const y = of.y.data();
-    run_convolution(cuda::detail::device_convolution<T, S, T, rows<T>>{*by, given, y}, here);
+    auto const run = [&](auto const& y) {
+        run_convolution(cuda::detail::device_convolution<T, S, T, std::remove_cvref_t<decltype(y)>>{*by, given, y},
+                        here);
+    };
+    if (heads) {
+        auto const parts = in_parts<T>(of.y.data(), of.heads);
+        cuda::detail::check_convolution(given, by->plan(), parts, here);
+        run(parts);
+    } else {
+        run(of.y.data());
+    }
     auto const list = final.data() && x.width() > 0 ? newest_rows(of.plan) : std::vector<index_t>();
     if (!list.empty()) {
         auto const there = cuda::numbers_on_device(comm.memory(), list, here);
@@ -91,15 +164,29 @@ void add_in_order(convolution_backward<T, S, cuda::memory> const& to, rows<T con
 template <class T, any_sharding S, class F>
 void convolve_backward_by_rank(convolution_backward<T, S, cuda::memory> const& to, cuda::communicator& comm,
                                caller here, F&& more) {
-    auto by = std::make_unique<cuda::conv_exchange<T, S>>(to.before, to.after, to.x.data().width(), comm,
-                                                          options_of_call(to.x, to.act, to.bias), here);
-    cuda::detail::convolved<T, T> const given{to.x.data(), by->halo(), to.weight, to.bias, to.act};
-    rows<T const> const dy = to.dy.data();
+    cuda::memory const& memory = comm.memory();
+    bool const heads = to.heads.channels > 0;
+    rows_in_vectors<T const> const aligned(to.x.data(), heads, memory, here);
+    rows_in_vectors<T> const dx(to.dx.data(), heads, memory, here);
+    rows<T const> const x = aligned.view();
+    auto by = std::make_unique<cuda::conv_exchange<T, S>>(to.before, to.after, x.width(), comm,
+                                                          options_of_call(x, to.act, to.bias), here);
+    cuda::detail::convolved<T, T> const given{x, by->halo(), to.weight, to.bias, to.act};
     more(); // ranks have compared what they run, and no exchange of the halo is pending yet
-    run_convolution_backward(
-        cuda::detail::device_convolution_backward<T, S, T, rows<T const>>{
-            *by, given, dy, {to.dx.data(), to.dweight, to.dbias, by->workspace()}},
-        here, [] {});
+    cuda::causal_conv1d_gradients<T> const sums{dx.view(), to.dweight, to.dbias, by->workspace()};
+    auto const run = [&](auto const& dy) {
+        run_convolution_backward(
+            cuda::detail::device_convolution_backward<T, S, T, std::remove_cvref_t<decltype(dy)>>{*by, given, dy, sums},
+            here, [] {});
+    };
+    if (heads) {
+        auto const parts = in_parts<T const>(to.dy.data(), to.heads);
+        cuda::detail::check_backward(given, by->plan(), parts, sums, here);
+        run(parts);
+        dx.put();
+    } else {
+        run(rows<T const>(to.dy.data()));
+    }
     comm.keep(std::move(by), here);
 }
 

@@ -315,12 +315,12 @@ void causal_conv1d(conv_exchange<T, S>& by, X const& x, rows<W> weight, std::typ
 
 /// The same into parts of this rank's rows, of which some may be normalised by heads; see `conv_parts`.
 template <class T, any_sharding S, sharded_like<memory> X, class W, gpu_number U = T>
-    requires detail::may_stand_for<U, T>
 void causal_conv1d(conv_exchange<T, S>& by, X const& x, rows<W> weight, std::type_identity_t<std::span<W const>> bias,
                    activation act, conv_parts<U> const& y, caller here = caller::here()) {
-    constexpr bool fits = cpx::detail::sharded_as<S, X> && std::same_as<element_of<X>, T>;
+    constexpr bool fits =
+        cpx::detail::sharded_as<S, X> && std::same_as<element_of<X>, T> && detail::may_stand_for<U, T>;
     static_assert(fits, "cpx: cuda::causal_conv1d of a tensor that is not sharded as the conv_exchange, or has other "
-                        "elements; make that with halo(x.sharding(), ...)");
+                        "elements, or into parts of neither these nor, of bfloat16, half; make it with x.sharding()");
     if constexpr (fits) {
         sharded<T const, S, memory> const from = x.view();
         by.set(from.sharding(), here);
@@ -366,16 +366,16 @@ void causal_conv1d_backward(conv_exchange<T, S>& by, X const& x, rows<W> weight,
 
 /// The same of a result in parts: dy holds the gradients of the parts, those of normalised heads included.
 template <class T, any_sharding S, sharded_like<memory> X, class W, gpu_number U = T>
-    requires detail::may_stand_for<U, T>
 void causal_conv1d_backward(conv_exchange<T, S>& by, X const& x, rows<W> weight,
                             std::type_identity_t<std::span<W const>> bias, activation act,
                             conv_parts<U const> const& dy,
                             std::type_identity_t<causal_conv1d_gradients<T, S>> const& to,
                             caller here = caller::here()) {
-    constexpr bool fits = cpx::detail::sharded_as<S, X> && std::same_as<element_of<X>, T>;
-    static_assert(fits,
-                  "cpx: cuda::causal_conv1d_backward of a tensor that is not sharded as the conv_exchange, or has "
-                  "other elements; make that with halo(x.sharding(), ...)");
+    constexpr bool fits =
+        cpx::detail::sharded_as<S, X> && std::same_as<element_of<X>, T> && detail::may_stand_for<U, T>;
+    static_assert(
+        fits, "cpx: cuda::causal_conv1d_backward of a tensor that is not sharded as the conv_exchange, or has other "
+              "elements, or of parts of neither these nor, of bfloat16, half; make it with x.sharding()");
     if constexpr (fits) {
         sharded<T const, S, memory> const from = x.view();
         by.set(from.sharding(), here);

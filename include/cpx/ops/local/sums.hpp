@@ -32,7 +32,7 @@ struct add {
     }
 };
 
-/// Adds rows to those of a list, without one to the first. A column's rows in order: called for every column, of row 0.
+/// Adds rows to those of a list. A column's rows in order: called for every column, of row 0.
 template <class T, class To = T>
 struct add_rows {
     rows<T const> from;
@@ -40,9 +40,30 @@ struct add_rows {
     rows<To> to;
     CPX_HOST_DEVICE void operator()(index_t, index_t j) const {
         for (index_t row = 0; row < from.count(); ++row) {
-            index_t const place = list ? list[row] : 0;
+            index_t const place = list[row];
             to(place, j) = static_cast<To>(widen(to(place, j)) + widen(from(row, j)));
         }
+    }
+};
+
+/// Adds every `block` rows, the last time what is left, to one. A column's rows in order, of which some are asked for at
+/// a time: a device waits for memory, not for sums.
+template <class T>
+struct add_blocks {
+    rows<T const> from;
+    index_t block;
+    rows<T> to;
+    CPX_HOST_DEVICE void operator()(index_t i, index_t j) const {
+        constexpr index_t at_once = 32;
+        index_t row = i * block, last = row + block < from.count() ? row + block : from.count();
+        T sum = to(i, j);
+        for (; row + at_once <= last; row += at_once) {
+            T some[at_once];
+            for (index_t k = 0; k < at_once; ++k) some[k] = from(row + k, j);
+            for (index_t k = 0; k < at_once; ++k) sum = static_cast<T>(widen(sum) + widen(some[k]));
+        }
+        for (; row < last; ++row) sum = static_cast<T>(widen(sum) + widen(from(row, j)));
+        to(i, j) = sum;
     }
 };
 
