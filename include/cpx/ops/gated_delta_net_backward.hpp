@@ -69,10 +69,13 @@ struct gated_delta_net_backward_pass {
                 in, d, dweight, [&](auto const&... given) { by.linear_backward_weight(given...); }, here);
         };
 
-        auto normed = made(v), dnormed = made(v), dz = made(v);
+        auto dnormed = made(v), dz = made(v);
         auto const norm = net.norm(w, *saved.o, *saved.z);
-        normalise(memory, norm, normed.data(), here);
-        weight(sums.whole(normed, here), dy, to.weights.out_proj);
+        {
+            auto normed = made(v);
+            normalise(memory, norm, normed.data(), here);
+            weight(sums.whole(normed, here), dy, to.weights.out_proj);
+        }
         by.linear_backward_input(dy.data(), w.out_proj, dnormed.data());
         tensor<typename M::template sum<T>, S, M> terms(sharding, rank, config.heads.value_dim, memory, here);
         normalise_backward(memory, norm, dnormed.data(), dnormed.data(), dz.data(), terms.data(), here);
