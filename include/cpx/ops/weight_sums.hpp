@@ -220,7 +220,7 @@ void add_terms(weight_sums<S, Comm> const& sums, tensor<T, S, M> const& terms, r
         for_each_element(terms.memory(), sums_of.count(), sums_of.width(), rowwise::add_blocks<T>{from, block, sums_of},
                          here);
     };
-    // A device adds up many blocks at a time; but not in the order of the batch, in which a sum waits for the one before.
+    // A device adds up many blocks at a time, but not in the order of the batch: there a sum waits for the one before.
     constexpr index_t block = 256;
     index_t const count = own.data.count();
     if (std::same_as<M, host_memory> || sums.order() == sum_order::by_row || count <= block)

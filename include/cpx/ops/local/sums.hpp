@@ -46,8 +46,8 @@ struct add_rows {
     }
 };
 
-/// Adds every `block` rows, the last time what is left, to one. A column's rows in order, of which some are asked for at
-/// a time: a device waits for memory, not for sums.
+/// Adds every `block` rows, the last time what is left, to one. A column's rows in order, of which some are asked for
+/// at a time: a device waits for memory, not for sums.
 template <class T>
 struct add_blocks {
     rows<T const> from;
