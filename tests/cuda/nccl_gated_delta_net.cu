@@ -349,6 +349,10 @@ void check_layer(cpx::gated_delta_net_config const& config, std::vector<index_t>
                     any = cpx::shard(p.batch, cpx::striped<>(2));
     check_same(in_place(cpx::serial{}, gpus, aligned, cpx::sum_order::by_row), alone);
     check_close(in_place(cpx::scan{}, gpus, any, cpx::sum_order::by_rank), expected, within);
+    auto const by_rank = in_place(cpx::serial{}, gpus, aligned, cpx::sum_order::by_rank); // adds weights otherwise
+    CHECK(on_ranks::same_bits(by_rank.y, alone.y));
+    CHECK(on_ranks::same_bits(by_rank.dx, alone.dx));
+    check_close(by_rank, expected, within);
 
     using by_heads = cpx::head_sharded<>;
     by_heads const mix(2, p.batch, config.sections()), back(2, p.batch, config.output_sections());

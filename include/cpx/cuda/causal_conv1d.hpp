@@ -137,10 +137,13 @@ conv_parts<U> to_read(conv_parts<U> const& dy) {
 /// Returns a result or, of `T const`, its gradient, as rows if it is neither rows nor parts.
 template <class T, class Y>
 auto in_form(Y const& y) {
-    static_assert(result_of<Y, T> || std::convertible_to<Y const&, rows<T>>,
+    constexpr bool fits = result_of<Y, T> || std::convertible_to<Y const&, rows<T>>;
+    static_assert(fits,
                   "cpx: causal_conv1d wants a result y, and in the backward dy, of x's elements or, of bfloat16, of "
                   "half: rows, or conv_parts<T>, of a gradient conv_parts<T const>");
-    if constexpr (!result_of<Y, T>)
+    if constexpr (!fits)
+        return rows<T>();
+    else if constexpr (!result_of<Y, T>)
         return rows<T>(y);
     else if constexpr (std::is_const_v<T>)
         return to_read(y);

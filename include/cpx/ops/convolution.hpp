@@ -11,6 +11,7 @@
 #include <cpx/transport/exchange.hpp>
 
 #include <algorithm>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -73,7 +74,10 @@ struct convolution_backward {
     std::span<sum> dbias;
     sum_order order;
     char const* where = "causal_conv1d_backward";
-    normalised_heads heads = {}; ///< with sums in the order of the batch none
+    normalised_heads heads = {};
+    /// The gradient of the result before heads are normalised, if they are: sums in the order of the batch want it, for
+    /// they take a channel at a time.
+    std::optional<sharded<T const, S, M>> dy_of_channels = {};
 
     bool sums() const { return dweight.data() || !dbias.empty(); }
     /// Returns it without sums, or with some channels of what is a channel's.
@@ -90,7 +94,7 @@ struct convolution_backward {
 
 private:
     convolution_backward of_weights(rows<T const> w, std::span<T const> b, rows<sum> dw, std::span<sum> db) const {
-        return {before, after, x, w, b, act, dy, dx, dw, db, order, where, heads};
+        return {before, after, x, w, b, act, dy, dx, dw, db, order, where, heads, dy_of_channels};
     }
 };
 

@@ -65,7 +65,8 @@ struct gated_delta_net_parameters {
 template <class T>
 using gated_delta_net_weights = gated_delta_net_parameters<T const>;
 
-/// What the backward of the mixer wants of its forward: q, k and v after the convolution; g and beta; states.
+/// What the backward of the mixer wants of its forward: q, k and v after the convolution, which on devices may have
+/// divided q and k by their lengths; g and beta; states.
 template <class T, any_sharding S, any_memory M = host_memory>
 struct gated_delta_mixed {
     std::optional<tensor<T, S, M>> mixed = {};
@@ -209,18 +210,23 @@ struct gated_delta_mixer {
         add_terms(weight_sums(sharding(), order, by.comm, here, where), terms, sums.view(), here);
         std::span<T const> const bias;
         std::span<sum> const dbias;
-        normalised_heads heads = normalised<T, M>();
+        auto const heads = normalised<T, M>();
+        std::optional<tensor<T, S, M>> dmixed_of_channels;
+        std::optional<sharded<T const, S, M>> of_channels;
         if constexpr (requires { &normalising_convolution<M>::template backward<T>; })
-            if (heads.channels > 0 && order == sum_order::by_row) { // which takes a channel at a time
+            if (heads.channels > 0 && order == sum_order::by_row) {
                 auto again = made<T>(memory, widths.qkv(), here);
                 convolution<T, S, M> const plain{
                     before, x.columns(0, widths.qkv()), conv.view(), bias, activation::silu, again.view(), {}, where};
                 convolve(plain, by.comm, here);
                 by.ended();
+                auto& turned = dmixed_of_channels.emplace(made<T>(memory, widths.qkv(), here));
+                for_each_element(memory, x.data().count(), widths.qkv(), rowwise::copy<T>{dmixed.data(), turned.data()},
+                                 here);
                 normalising_convolution<M>::template backward<T>(memory, again.data().columns(0, heads.channels),
-                                                                 heads.dim, dmixed.data().columns(0, heads.channels),
+                                                                 heads.dim, turned.data().columns(0, heads.channels),
                                                                  here);
-                heads = {};
+                of_channels.emplace(std::as_const(turned).view());
             }
         convolution_backward<T, S, M> const of_qkv{before,
                                                    after,
@@ -234,7 +240,8 @@ struct gated_delta_mixer {
                                                    dbias,
                                                    order,
                                                    where,
-                                                   heads};
+                                                   heads,
+                                                   of_channels};
         convolve_backward(of_qkv, by.comm, here);
         by.ended();
         auto const add = [&](bool channels, rows<sum const> from, rows<sum> whole) {

@@ -32,7 +32,7 @@ struct summed_rows {
 /// Adds up gradients of weights of operators whose rows are sharded by `S`, in the order that was asked for.
 ///
 /// Every rank ends with its share of each sum, and `sum_over_ranks` of all gradients in one call completes them. Where
-/// every rank holds every row, by heads, sums are in the order of the batch already, over the rank's own columns; then
+/// every rank holds every row, by heads, sums need no other rank's rows, over the rank's own columns; then
 /// `add_local_rows` puts them in their places.
 /// What adds rows up is collective, and for tensors in any memory.
 template <any_sharding S, any_transport Comm>
