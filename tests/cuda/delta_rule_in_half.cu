@@ -169,10 +169,10 @@ TEST_SUITE("cuda") {
             };
             // y, dx and dz are rounded to bfloat16, by 1.7e-3; dg and dbeta are float. With hardly any decay dg sums
             // what all later tokens give, and that nearly cancels.
-            compare("y", &outcome::y, 2.2e-3, 0.6), compare("dx", &outcome::dx, 2.2e-3, 0.6);
-            compare("dz", &outcome::dz, 2.2e-3, 0.6);
-            compare("dg", &outcome::dg, what == kind::slow ? 2.5e-3 : 1.2e-3, 0.3);
-            compare("dbeta", &outcome::dbeta, 1.2e-3, 0.3);
+            compare("y", &outcome::y, 2e-3, 0.5), compare("dx", &outcome::dx, 2e-3, 0.5);
+            compare("dz", &outcome::dz, 2e-3, 0.5);
+            compare("dg", &outcome::dg, what == kind::slow ? 2e-3 : 1e-3, 0.25);
+            compare("dbeta", &outcome::dbeta, 1e-3, 0.25);
         }
     }
 }
