@@ -165,12 +165,29 @@ std::string problem_of_links(cpx::thd const& batch, carries<How> const& all) {
     return tokens == batch.tokens() ? "" : "segments do not cover the batch";
 }
 
+/// Returns what is wrong with the exchanges that are said to stay within ranks, or "".
+std::string problem_of_within(carries<scan> const& all) {
+    for (index_t k = 0; k < all[0].steps; ++k) {
+        bool stays = true;
+        for (auto const& c : all) {
+            if (c.within != all[0].within) return "ranks know of other exchanges that they stay within ranks";
+            auto const step = c.step(k, side::before, 1, 1);
+            auto const own = [&](cpx::message const& m) { return m.peer == c.rank; };
+            stays = stays && std::ranges::all_of(step.sends, own) && std::ranges::all_of(step.receives, own);
+        }
+        if (stays != (all[0].within >> k & 1))
+            return stays ? "nobody knows that an exchange stays" : "it does not stay";
+    }
+    return "";
+}
+
 /// Returns what is wrong with the carries of all ranks, or "".
 std::string problem_of(cpx::thd const& batch, law::subject const& a) {
     auto const by_hand = carries_of<serial>(a);
     auto const joined = carries_of<scan>(a);
     if (auto const problem = problem_of_links(batch, by_hand); !problem.empty()) return problem;
     if (auto const problem = problem_of_links(batch, joined); !problem.empty()) return problem;
+    if (auto const problem = problem_of_within(joined); !problem.empty()) return problem;
     if (by_hand[0].id == joined[0].id) return "serial and scan have one identity";
     bool const wider = batch.tokens() % 2 == 0; // 2 and 3 have rows of 1 number, 2 and 4 of 2
     for (side const from : {side::before, side::after}) {
@@ -232,6 +249,18 @@ TEST_SUITE("plan") {
         CHECK(c.links[0].level == 1);
         CHECK(c.links[1].level == 5);
         CHECK(cpx::carry<scan>(sharding, 1).steps == 3);
+    }
+
+    TEST_CASE("all ranks know of an exchange that stays within ranks, where sequences fill their chunks") {
+        for (int w = 2; w <= 9; ++w)
+            for (int r = 0; r < w; ++r) {
+                CAPTURE(w);
+                bool const last = std::has_single_bit(static_cast<unsigned>(2 * w - 2)); // 0 gives itself its own
+                auto const whole = cpx::carry<scan>(cpx::shard(lengths({99, 0, 64}), cpx::zigzag<>{w}), r);
+                CHECK((whole.within % (1U << whole.steps)) == (last ? 1U << (whole.steps - 1) : 0));
+                auto const some = cpx::carry<scan>(cpx::shard(lengths({99, 1}), cpx::zigzag<>{w}), r);
+                CHECK(some.within == 0); // of the short sequence not every rank has a segment
+            }
     }
 
     TEST_CASE("a scan gives a segment one state for each binary digit of its level, and one map fewer") {
@@ -305,6 +334,10 @@ TEST_SUITE("plan") {
                     one.holders = other.holders = 0;
                     CHECK(one == other);
                 }
+                auto const known = [&](int r) { return cpx::carry<scan>(sharding, r).within; };
+                auto const all = std::uint64_t{1} << cpx::carry<scan>(sharding, rank).steps, within = known(rank) % all;
+                CHECK(within == known(static_cast<int>(numbers.between(0, ranks - 1))) % all);
+                CHECK((within & ~cpx::carry<scan>(walked, rank).within) == 0); // what some would have to walk for: none
             };
             check(cpx::shard(lengths(list), cpx::zigzag<>{ranks}));
             check(cpx::shard(lengths(list), cpx::sequential<>{ranks}, cpx::aligned<2>{}));

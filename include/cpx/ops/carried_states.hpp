@@ -109,8 +109,9 @@ struct states_on_host {
             }
     }
     /// Passes over an exchange that moves nothing between this rank and others, if a rank may, and returns whether it
-    /// did: what it would bring is here. On the host all ranks run every exchange.
-    bool passes_over(plan const&, caller) const { return false; }
+    /// did: what it would bring is here. `within`: every rank knows that it moves nothing between any. On the host all
+    /// ranks run every exchange.
+    bool passes_over(plan const&, bool /*within*/, caller) const { return false; }
     /// Runs an exchange of a carry for `where`, the one of `exchange_number`.
     template <class T>
     void exchange(char const* where, plan const& p, index_t, rows<T const> from, rows<T> to, caller here) const {
@@ -180,7 +181,7 @@ public:
             auto const gives_map = [&](carry_link const& l) { return gives(l) && l.beside(from_) >= reach; };
             auto const gets_map = [&](carry_link const& l) { return l.beside(from_) >= 2 * reach; };
             cpx::plan const now = step(k);
-            bool const stays = k > 0 && width_ > 0 && memory_.passes_over(now, here_);
+            bool const stays = k > 0 && width_ > 0 && memory_.passes_over(now, plan_.within >> k & 1, here_);
             auto const makes = [&](carry_link const& l) { return gives(l) && (!stays || l.beside(from_) > 0); };
             buffer given, got = room(stays ? 0 : now.target_rows);
             if (k > 0) { // what is first given, and got, is there as it is; sums of maps begin with zeros

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <cstdint>
 #include <numeric>
 #include <span>
 #include <utility>
@@ -135,6 +136,10 @@ struct carry_exchanges<serial> : carry_steps {
 
 template <>
 struct carry_exchanges<scan> : carry_steps {
+    /// The exchanges of which every rank knows that they move nothing between ranks, a bit each: two segments of a rank
+    /// that lie around all others', say, as `zigzag<2>` has them.
+    std::uint64_t within = 0;
+
     /// Returns the plan of exchange `k`: every segment that has one 2^k further on gives it the step that the last 2^k
     /// segments, itself included, make together.
     ///
@@ -214,6 +219,7 @@ carry_plan<How, S> carry(S const& sharding, int rank, caller here = caller::here
                             sharding.batch());
     c.settings = end.all;
     if constexpr (std::same_as<How, scan>) {
+        c.within = chains.within();
         c.steps = static_cast<index_t>(std::bit_width(static_cast<std::size_t>(longest - 1)));
     } else {
         c.steps = longest - 1;

@@ -4,6 +4,8 @@
 
 #include <cpx/plan/segments.hpp>
 
+#include <algorithm>
+#include <cstdint>
 #include <vector>
 
 namespace cpx {
@@ -41,27 +43,34 @@ public:
                 if (sharding.fills(s)) {
                     auto const& layout = sharding.policy();
                     for (int c = 0; c < layout.chunks(); ++c) add(whole_, layout.owner(c));
+                    note_crossings(whole_);
                 }
     }
 
     /// Returns the chain of `sequence`, of which the rank has segments or not, until the next call; or null if the rank
     /// has none and the chain is not longer than others.
     chain const* find(index_t sequence, bool has_segments) {
+        range const tokens{sharding_.batch().offset(sequence), sharding_.batch().offset(sequence + 1)};
         if constexpr (follows)
             if (whole_.length > 0) {
                 if (sharding_.fills(sequence)) return &whole_;
+                if (!tokens.empty()) all_known_ = false;
                 if (!has_segments) return nullptr; // to leave out chunks makes no chain longer
             }
         index_t const before = std::ssize(holders_);
         walked_.length = 0;
         walked_.own.clear();
-        range const tokens{sharding_.batch().offset(sequence), sharding_.batch().offset(sequence + 1)};
         if (S::every_row && !tokens.empty()) add(walked_, rank_);
         if (!S::every_row && !tokens.empty())
             sharding_.for_each_holder(tokens, hint_, [&](int holder, range) { add(walked_, holder); });
+        note_crossings(walked_);
         if (!has_segments) holders_.resize(static_cast<std::size_t>(before));
         return &walked_;
     }
+
+    /// Returns the k of which no segment, of the chains found so far, has one of another rank 2^k further on, a bit
+    /// each; none where some rank, though not all, would have to walk along a chain for that.
+    std::uint64_t within() const { return all_known_ ? ~crossing_ : 0; }
 
 private:
     static constexpr bool follows = requires(S const& s, index_t i) { s.fills(i); };
@@ -77,11 +86,22 @@ private:
         ++c.length;
     }
 
+    void note_crossings(chain const& c) {
+        auto const holder = holders_.begin() + c.holders;
+        for (index_t k = 0; index_t{1} << k < c.length; ++k) {
+            index_t const reach = index_t{1} << k;
+            if (crossing_ >> k & 1) continue;
+            if (!std::equal(holder + reach, holder + c.length, holder)) crossing_ |= std::uint64_t{1} << k;
+        }
+    }
+
     S const& sharding_;
     int rank_;
     std::vector<int>& holders_;
     chain whole_, walked_;
     index_t hint_ = 0;
+    std::uint64_t crossing_ = 0;
+    bool all_known_ = true; ///< whether every rank has found every chain
 };
 
 } // namespace detail

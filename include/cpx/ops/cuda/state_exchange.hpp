@@ -131,11 +131,13 @@ public:
         for (auto const& j : list) joins.push_back({j.map, j.x, j.sum});
         join_states(shape.heads, count, width, shape.map_rows(), shape.map_columns(), joins, stream());
     }
-    /// Passes over an exchange that moves nothing between this rank and others, where states are sent, and returns
-    /// whether it did: what it would bring is here. Ranks count it, for others may run it.
-    bool passes_over(plan const& p, caller here) {
+    /// Passes over an exchange that moves nothing between this rank and others, and returns whether it did: what it
+    /// would bring is here. Where states are sent ranks count it, for others may run it; in memory that ranks reach all
+    /// of them meet, or, `within`, none does.
+    bool passes_over(plan const& p, bool within, caller here) {
         auto const own = [&](message const& m) { return m.peer == p.rank; };
-        if (through_ || !std::ranges::all_of(p.sends, own) || !std::ranges::all_of(p.receives, own)) return false;
+        if (through_) return within;
+        if (!std::ranges::all_of(p.sends, own) || !std::ranges::all_of(p.receives, own)) return false;
         comm_.nccl_communicator().begin_call(here);
         return true;
     }

@@ -95,9 +95,11 @@ public:
         host_.join(shape, count, width, all);
     }
     /// The threads run every exchange together: one that is passed over moves what nobody reads.
-    bool passes_over(plan const& p, caller here) {
+    bool passes_over(plan const& p, bool within, caller here) {
         auto const own = [&](message const& m) { return m.peer == p.rank; };
-        if (!std::ranges::all_of(p.sends, own) || !std::ranges::all_of(p.receives, own)) return false;
+        bool const passed = std::ranges::all_of(p.sends, own) && std::ranges::all_of(p.receives, own);
+        require(passed || !within, where_, "messages of an exchange within ranks", "none to others", "some", here);
+        if (!passed) return false;
         block<float> from(p.source_rows * width_), to(p.target_rows * width_);
         host_.exchange(where_, p, 0, rows<float const>(from.data(), p.source_rows, width_),
                        rows<float>(to.data(), p.target_rows, width_), here);
