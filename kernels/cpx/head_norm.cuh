@@ -132,7 +132,8 @@ __global__ void __launch_bounds__(256, 3) normalise_rows_backward(norm_input<T, 
     auto const finish_sums = [&] {
         squares = norm::sum_over(squares, 1, by.lanes);
         inner = norm::sum_over(inner, 1, by.lanes);
-        float const factor = norm_factor<T>(squares, dim, n.eps), along = inner * factor / static_cast<float>(dim);
+        float const factor = norm_factor<T>(squares, dim, n.eps);
+        float const along = inner * factor * (1 / static_cast<float>(dim)); // a quotient would take registers
         squares = inner = 0;
         return head_sums{factor, along};
     };
