@@ -4,6 +4,7 @@
 // put together of `cuda::` calls, whose plans are made once, and as the operator `gated_delta_net`, which makes them
 // again.
 #include "../../examples/qwen/cuda/blas.hpp"
+#include "../../harness/net_parameters.hpp"
 #include "../../harness/processes.hpp"
 #include "random.hpp"
 #include "timing.hpp"
@@ -298,8 +299,8 @@ public:
     void linear(rows<element const> x, rows<element const> weight, rows<element> y) {
         times_(product::plain(x), product::plain(weight), x.width(), 0, y);
     }
-    void linear_backward_input(rows<element const> dy, rows<element const> weight, rows<element> dx) {
-        times_(product::plain(dy), product::transposed(weight), dy.width(), 1, dx);
+    void linear_backward_input(rows<element const> dy, rows<element const> weight, rows<element> dx, bool adds) {
+        times_(product::plain(dy), product::transposed(weight), dy.width(), adds, dx);
     }
     void linear_backward_weight(rows<element const> dy, rows<element const> x, rows<float> dweight) {
         times_(product::transposed(dy), product::transposed(x), x.count(), 1, dweight);
@@ -317,7 +318,8 @@ public:
     block<element> backward(rows<element const> x, rows<element const> dy, stopwatch& watch) {
         auto dx = comm.memory().template room<element>(x.count() * hidden);
         cpx::gated_delta_net_gradients<element, S, gpu::memory> const to{
-            tensor(rows<element>(dx.data(), x.count(), hidden)), parameters<float>(sums_.data(), sums_.data())};
+            tensor(rows<element>(dx.data(), x.count(), hidden)),
+            harness::net_parameters(sums_.data(), sums_.data(), config())};
         watch.begin();
         gated_delta_net_backward(net_, weights(), tensor(x), saved_, tensor(dy), to, *this);
         saved_ = {};
@@ -331,22 +333,8 @@ private:
     cpx::sharded<T, S, gpu::memory> tensor(rows<T> r) const {
         return {r, where_, comm.rank(), comm.memory()};
     }
-    /// Views all parameters one behind the other; those of gates in `wide`.
-    template <class A, class W>
-    static cpx::gated_delta_net_parameters<A> parameters(A* values, W* wide) {
-        cpx::gated_delta_net_parameters<A> view;
-        index_t first = 0;
-        for_each_parameter(view, config(), [&]<class E>(char const*, rows<E>& weight, index_t count, index_t width) {
-            if constexpr (std::is_same_v<E, A>)
-                weight = rows<E>(values + first, count, width);
-            else
-                weight = rows<E>(wide + first, count, width);
-            first += count * width;
-        });
-        return view;
-    }
     cpx::gated_delta_net_weights<element> weights() const {
-        return parameters<element const, float const>(weights_.data(), gates_.data());
+        return harness::net_parameters<element const>(weights_.data(), gates_.data(), config());
     }
 
     static constexpr index_t all = (projected + 2 * values) * hidden + qkv * taps + 2 * value_heads + dim;

@@ -99,7 +99,7 @@ private:
     /// Adds the gradients of x and of the weight.
     void linear_backward(auto const& sums, rows x, char const* of, rows dy, rows dx) const {
         each_expert(*experts_, weight(of), dy.width(), [&](auto const& w, index_t row, index_t count) {
-            at_.rank.linear_backward_input(dy.sub(row, count), w, dx.sub(row, count));
+            at_.rank.linear_backward_input(dy.sub(row, count), w, dx.sub(row, count), true);
         });
         auto const add = [&](auto const& at, const_rows all_x, const_rows all_dy) {
             cpx::rows<W> const dweights = own(at, at_.grads.of(name_ + of));

@@ -196,7 +196,7 @@ public:
             sums(x->value.sharding()).linear(*x->whole, y->grad(), grads.of(weight), [&](auto const&... given) {
                 rank.linear_backward_weight(given...);
             });
-            rank.linear_backward_input(y->grad().data(), w, x->grad().data());
+            rank.linear_backward_input(y->grad().data(), w, x->grad().data(), true);
         });
         return y;
     }

@@ -12,6 +12,7 @@
 
 #include <doctest/doctest.h>
 
+#include "../../harness/net_parameters.hpp"
 #include "group.hpp"
 
 #include <ops/backward.hpp>
@@ -44,11 +45,28 @@ struct product {
     }
 };
 
+/// Device memory full of NaN when it comes: what an operator has not written it must not read.
+class poisoned final : public cpx::cuda::memory_resource {
+public:
+    static poisoned& resource() {
+        static poisoned one;
+        return one;
+    }
+    void* allocate(std::size_t bytes, cudaStream_t in) override {
+        void* const memory = cpx::cuda::default_resource().allocate(bytes, in);
+        cpx::cuda::check(cudaMemsetAsync(memory, 0xff, bytes, in), "cudaMemsetAsync");
+        return memory;
+    }
+    void deallocate(void* memory, std::size_t bytes, cudaStream_t in) noexcept override {
+        cpx::cuda::default_resource().deallocate(memory, bytes, in);
+    }
+};
+
 /// A communicator in whose exchanges all ranks meet: none allocates memory while another one's exchange waits for it.
 class meeting : public cpx::cuda::communicator {
 public:
     meeting(cpx::nccl& joined, cudaStream_t in, std::function<void()> const& all)
-        : communicator(joined, in), all_(all) {}
+        : communicator(joined, in, poisoned::resource()), all_(all) {}
     template <class T>
     void exchange(cpx::plan const& p, rows<T const> const& from, rows<T> const& to,
                   cpx::caller here = cpx::caller::here()) {
@@ -77,8 +95,8 @@ struct on_gpu {
     void linear(rows<T const> x, rows<T const> weight, rows<T> y) const {
         multiply<T>({x, weight, false, false, x.width(), 0, y});
     }
-    void linear_backward_input(rows<T const> dy, rows<T const> weight, rows<T> dx) const {
-        multiply<T>({dy, weight, false, true, dy.width(), 1, dx});
+    void linear_backward_input(rows<T const> dy, rows<T const> weight, rows<T> dx, bool adds) const {
+        multiply<T>({dy, weight, false, true, dy.width(), adds ? 1.0f : 0.0f, dx});
     }
     void linear_backward_weight(rows<T const> dy, rows<T const> x, rows<float> dweight) const {
         multiply<float>({dy, x, true, true, x.count(), 1, dweight});
@@ -96,24 +114,6 @@ struct results {
     floats y, dx, dweights;
 };
 
-/// Views all parameters of a layer in one array; those of gates in another one, of the same places.
-template <class A, class W>
-cpx::gated_delta_net_parameters<A> parameters(A* values, W* wide, cpx::gated_delta_net_config const& config) {
-    cpx::gated_delta_net_parameters<A> view;
-    index_t first = 0;
-    for_each_parameter(view, config, [&]<class E>(char const*, rows<E>& weight, index_t count, index_t width) {
-        if constexpr (std::is_same_v<E, A>)
-            weight = rows<E>(values + first, count, width);
-        else
-            weight = rows<E>(wide + first, count, width);
-        first += count * width;
-    });
-    return view;
-}
-template <class A>
-cpx::gated_delta_net_parameters<A> parameters(A* values, cpx::gated_delta_net_config const& config) {
-    return parameters(values, values, config);
-}
 floats joined(std::vector<floats> const& list) {
     floats all;
     for (floats const& one : list) all.insert(all.end(), one.begin(), one.end());
@@ -171,13 +171,13 @@ results on_gpus(group& gpus, layer<float> const& p, floats const& dy, S const& s
             auto dw = memory.template zeros<float>("test", {std::ssize(weights)});
             memory.write(w.data(), std::span<T const>(weights));
             memory.write(wide.data(), std::span<float const>(exact));
-            auto const of_w = parameters<T const, float const>(w.data(), wide.data(), p.config);
+            auto const of_w = harness::net_parameters<T const>(w.data(), wide.data(), p.config);
             typename std::remove_cvref_t<decltype(net)>::template saved_of<T, cpx::cuda::memory> saved;
             by.comm.meet();
 
             net(of_w, x, y, by, {{}, &saved});
-            cpx::gated_delta_net_gradients<T, S, cpx::cuda::memory> const to{dx, parameters<float>(dw.data(), p.config),
-                                                                             order};
+            cpx::gated_delta_net_gradients<T, S, cpx::cuda::memory> const to{
+                dx, harness::net_parameters(dw.data(), dw.data(), p.config), order};
             gated_delta_net_backward(net, of_w, x, saved, of_y, to, by);
             cpx::sum_over_ranks(std::span<float>(dw.data(), weights.size()), by.comm);
             by.comm.meet();
@@ -222,7 +222,7 @@ floats decode_on_gpus(group& gpus, layer<float> const& p, S const& sharding, Mak
             auto const memory = by.comm.memory();
             auto w = memory.template zeros<float>("test", {std::ssize(weights)});
             memory.write(w.data(), std::span<float const>(weights));
-            auto const of_w = parameters<float const>(w.data(), p.config);
+            auto const of_w = harness::net_parameters<float const>(w.data(), w.data(), p.config);
             cpx::gated_delta_net_cache<float, cpx::cuda::memory> cache(p.config, make(sharding, rank).states(), memory);
             auto const step = [&](auto const& of, auto const& first) { // first(s): how many tokens of s have been
                 std::vector<index_t> rows;
@@ -464,7 +464,8 @@ TEST_SUITE("cuda") {
                 auto const widths = net.widths();
                 cpx::gated_delta_net_state<float, cpx::cuda::memory> states;
                 if (state) states.recurrent = rows<float>(state, 1, widths.recurrent);
-                net(parameters<float const>(on_device ? w.data() : ones.data(), config), x, y, by, {.state = states});
+                float const* const all = on_device ? w.data() : ones.data();
+                net(harness::net_parameters<float const>(all, all, config), x, y, by, {.state = states});
             };
             auto const refused = [&](std::string const& text, auto change, bool on_device, float* state) {
                 support::rejects({"nccl_gated_delta_net.cu", "gated_delta_net: " + text},

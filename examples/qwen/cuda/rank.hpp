@@ -170,8 +170,8 @@ public:
     void linear(const_rows x, const_rows weight, rows y) const {
         product_(gpu::plain(x), gpu::plain(weight), x.width(), 0, y);
     }
-    void linear_backward_input(const_rows dy, const_rows weight, rows dx) const {
-        product_(gpu::plain(dy), gpu::transposed(weight), dy.width(), 1, dx);
+    void linear_backward_input(const_rows dy, const_rows weight, rows dx, bool adds) const {
+        product_(gpu::plain(dy), gpu::transposed(weight), dy.width(), adds, dx);
     }
     void linear_backward_weight(const_rows dy, const_rows x, cpx::rows<float> dweight) const {
         product_(gpu::transposed(dy), gpu::transposed(x), x.count(), 1, dweight);

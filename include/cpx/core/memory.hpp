@@ -47,4 +47,20 @@ concept any_memory = std::copyable<M> && std::equality_comparable<M> &&
                          { m.read(from, here) } -> std::same_as<std::vector<float>>;
                      };
 
+namespace detail {
+
+/// Returns elements that will all be written before they are read: as they come, from a memory that has `room`.
+template <class T, any_memory M>
+typename M::template block<T> unwritten(M const& memory, char const* where, std::initializer_list<index_t> counts,
+                                        caller here) {
+    if constexpr (requires { memory.template room<T>(index_t{1}); }) {
+        index_t const count = product(where, "elements", counts, here);
+        product(where, "bytes", {count, static_cast<index_t>(sizeof(T))}, here);
+        return memory.template room<T>(count);
+    } else
+        return memory.template zeros<T>(where, counts, here);
+}
+
+} // namespace detail
+
 } // namespace cpx

@@ -6,6 +6,7 @@
 #include <cpx/layout/sharded.hpp>
 
 #include <span>
+#include <utility>
 #include <vector>
 
 namespace cpx {
@@ -41,6 +42,12 @@ public:
     tensor(S const& sharding, int rank, index_t width, caller here = caller::here())
         requires std::default_initializable<M>
         : tensor(sharding, rank, width, M(), here) {}
+
+    /// Returns one whose elements are not said, for who writes them all.
+    static tensor unwritten(S const& sharding, int rank, index_t width, M const& memory, caller here = caller::here()) {
+        index_t const count = detail::rows_of_rank("tensor", sharding, rank, here);
+        return {detail::unwritten<T>(memory, "tensor", {count, width}, here), sharding, rank, width, memory, count};
+    }
 
     template <class X = detail::any>
     explicit tensor(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
@@ -146,6 +153,9 @@ public:
     std::vector<T> read(caller here = caller::here()) const { return memory_.read(elements(), here); }
 
 private:
+    tensor(typename M::template block<T> values, S const& sharding, int rank, index_t width, M const& memory,
+           index_t count)
+        : sharding_(sharding), rank_(rank), width_(width), count_(count), memory_(memory), values_(std::move(values)) {}
     template <class... X>
     static tensor& unfit() {
         static_assert(detail::never<X...>,

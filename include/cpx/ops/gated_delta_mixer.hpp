@@ -275,7 +275,7 @@ private:
     }
     template <class T, any_memory M>
     tensor<T, S, M> made(M const& memory, index_t width, caller here) const {
-        return {sharding(), rank(), width, memory, here};
+        return tensor<T, S, M>::unwritten(sharding(), rank(), width, memory, here);
     }
     /// Of values a head: b or g, and a or beta, which stand behind them.
     template <class A>

@@ -10,6 +10,7 @@
 #include <array>
 #include <concepts>
 #include <optional>
+#include <utility>
 
 namespace cpx {
 
@@ -30,12 +31,13 @@ void for_each_parameter(Parameters& p, gated_delta_net_config const& c, F&& f) {
     f("out_proj.weight", p.out_proj, c.hidden, v);
 }
 
-/// Products of matrices of the host, as a layer wants them: y = x W^T, dx += dy W, dweight += dy^T x. Nothing is to be
-/// done when an operator has exchanged.
+/// Products of matrices of the host, as a layer wants them: y = x W^T, dx = dy W or, `adds`, dx += dy W, and
+/// dweight += dy^T x. Nothing is to be done when an operator has exchanged.
 template <class T>
 struct host_products {
     void linear(rows<T const> x, rows<T const> weight, rows<T> y) const { detail::project(x, weight, y); }
-    void linear_backward_input(rows<T const> dy, rows<T const> weight, rows<T> dx) const {
+    void linear_backward_input(rows<T const> dy, rows<T const> weight, rows<T> dx, bool adds) const {
+        if (!adds) return detail::project_backward_input<T>(dy, weight, dx);
         row_buffer<T> own(dx.count(), dx.width());
         detail::project_backward_input<T>(dy, weight, own.view());
         for_each_element(host_memory(), dx.count(), dx.width(), rowwise::add<T>{own.view(), dx});
@@ -251,8 +253,10 @@ private:
         index_t const heads = config().heads.value_heads, v = heads * config().heads.value_dim;
         index_t const qkv = 2 * config().heads.key_heads * config().heads.key_dim + v;
         rows<T const> const in = x.data();
-        tensor<T, S, M> projected(sharding(), rank(), qkv + 2 * heads, x.memory(), here),
-            z(sharding(), rank(), v, x.memory(), here), o(sharding(), rank(), v, x.memory(), here);
+        auto const made = [&](index_t width) {
+            return tensor<T, S, M>::unwritten(sharding(), rank(), width, x.memory(), here);
+        };
+        auto projected = made(qkv + 2 * heads), z = made(v), o = made(v);
         detail::operand const conv("conv state", memory.state.conv),
             recurrent("recurrent state", memory.state.recurrent);
         detail::require_apart(where, std::array{detail::operand("y", y.data()), conv, recurrent}, operands(w), here);
@@ -272,8 +276,8 @@ private:
         }
         mixer_.check(where, x.memory(), false, given, here);
         by.linear(in, w.in_proj_qkv, projected.data().columns(0, qkv));
-        by.linear(in, w.in_proj_b, projected.data().columns(qkv, heads));
-        by.linear(in, w.in_proj_a, projected.data().columns(qkv + heads, heads));
+        auto const of_gates = projection_of_gates(w, x.memory(), here);
+        by.linear(in, of_gates.view(), projected.data().columns(qkv, 2 * heads));
         by.linear(in, w.in_proj_z, z.data());
         auto const mix = [&](tensor<T, Mix, M>& local, rows<T> of_o) {
             mixer_(w, std::as_const(local).view(), sharded<T, Mix, M>(of_o, mixer_.sharding(), rank(), x.memory()),
@@ -283,18 +287,30 @@ private:
         if constexpr (std::same_as<S, Mix>)
             mix(projected, o.data());
         else {
-            tensor<T, Mix, M> local(moves_.there.to, rank(), moves_.there.target_width, x.memory(), here),
-                mixed(moves_.back.from, rank(), moves_.back.source_width, x.memory(), here);
+            using local_tensor = tensor<T, Mix, M>;
+            auto local = local_tensor::unwritten(moves_.there.to, rank(), moves_.there.target_width, x.memory(), here),
+                 mixed = local_tensor::unwritten(moves_.back.from, rank(), moves_.back.source_width, x.memory(), here);
             detail::exchange_rows(moves_.there, rows<T const>(projected.data()), local.data(), by.comm, here, where);
             mix(local, mixed.data());
             detail::exchange_rows(moves_.back, rows<T const>(mixed.data()), o.data(), by.comm, here, where);
         }
-        tensor<T, S, M> normed(sharding(), rank(), v, x.memory(), here);
+        auto normed = made(v);
         normalise(x.memory(), norm(w, o, z), normed.data(), here);
         by.linear(rows<T const>(normed.data()), w.out_proj, y.data());
         if (!saved) return;
         saved->z = std::move(z);
         saved->o = std::move(o);
+    }
+    /// Returns the projections of b and a below each other: columns of the rows that the recurrence reads.
+    template <class T, class M>
+    row_buffer<T, M> projection_of_gates(gated_delta_net_weights<T> const& w, M const& memory, caller here) const {
+        row_buffer<T, M> both(memory, 2 * config().heads.value_heads, config().hidden, here);
+        index_t first = 0;
+        for (rows<T const> const of : std::array<rows<T const>, 2>{w.in_proj_b, w.in_proj_a}) {
+            rows<T> const to = both.view().sub(std::exchange(first, of.count()), of.count());
+            for_each_element(memory, to.count(), to.width(), rowwise::copy<T>{of, to}, here);
+        }
+        return both;
     }
     template <class T, class M>
     head_norm<T> norm(gated_delta_net_weights<T> const& w, tensor<T, S, M> const& o, tensor<T, S, M> const& z) const {

@@ -63,7 +63,9 @@ struct gated_delta_net_backward_pass {
         index_t const heads = config.heads.value_heads, v = heads * config.heads.value_dim;
         index_t const qkv = 2 * config.heads.key_heads * config.heads.key_dim + v;
         weight_sums const sums(sharding, to.order, by.comm, here, where);
-        auto const made = [&](index_t width) { return tensor<T, S, M>(sharding, rank, width, memory, here); };
+        auto const made = [&](index_t width) {
+            return tensor<T, S, M>::unwritten(sharding, rank, width, memory, here);
+        };
         auto const weight = [&](auto const& in, auto const& d, auto const& dweight) { // += d^T in
             sums.linear(
                 in, d, dweight, [&](auto const&... given) { by.linear_backward_weight(given...); }, here);
@@ -76,7 +78,7 @@ struct gated_delta_net_backward_pass {
             normalise(memory, norm, normed.data(), here);
             weight(sums.whole(normed, here), dy, to.weights.out_proj);
         }
-        by.linear_backward_input(dy.data(), w.out_proj, dnormed.data());
+        by.linear_backward_input(dy.data(), w.out_proj, dnormed.data(), false);
         tensor<typename M::template sum<T>, S, M> terms(sharding, rank, config.heads.value_dim, memory, here);
         normalise_backward(memory, norm, dnormed.data(), dnormed.data(), dz.data(), terms.data(), here);
         add_terms(sums, terms, to.weights.norm, here);
@@ -93,23 +95,25 @@ struct gated_delta_net_backward_pass {
             mix(dnormed.data(), dprojected.data());
         else {
             auto const& moves = net.moves_;
-            tensor<T, Mix, M> local(moves.gradient_there.to, rank, moves.gradient_there.target_width, memory, here),
-                dlocal(moves.there.to, rank, saved.projected->width(), memory, here);
+            using local_tensor = tensor<T, Mix, M>;
+            index_t const width = moves.gradient_there.target_width;
+            auto local = local_tensor::unwritten(moves.gradient_there.to, rank, width, memory, here),
+                 dlocal = local_tensor::unwritten(moves.there.to, rank, saved.projected->width(), memory, here);
             exchange_rows(moves.gradient_there, rows<T const>(dnormed.data()), local.data(), by.comm, here, where);
             mix(local.data(), dlocal.data());
             exchange_rows(moves.gradient_back, rows<T const>(dlocal.data()), dprojected.data(), by.comm, here, where);
         }
 
+        rows<T const> const d = dprojected.data(), of_z = dz.data();
+        by.linear_backward_input(d.columns(0, qkv), w.in_proj_qkv, to.dx.data(), false);
+        by.linear_backward_input(of_z, w.in_proj_z, to.dx.data(), true);
+        auto const of_gates = net.projection_of_gates(w, memory, here);
+        by.linear_backward_input(d.columns(qkv, 2 * heads), of_gates.view(), to.dx.data(), true);
         auto const in = sums.whole(x, here);
-        for_each_element(memory, to.dx.data().count(), config.hidden, rowwise::clear<T>{to.dx.data()}, here);
-        auto const projection = [&](auto const& d, rows<T const> of, auto const& dweight) {
-            weight(in, d, dweight);
-            by.linear_backward_input(rows<T const>(d.data()), of, to.dx.data());
-        };
-        projection(dz, w.in_proj_z, to.weights.in_proj_z);
-        projection(dprojected.columns(0, qkv), w.in_proj_qkv, to.weights.in_proj_qkv);
-        projection(dprojected.columns(qkv, heads), w.in_proj_b, to.weights.in_proj_b);
-        projection(dprojected.columns(qkv + heads, heads), w.in_proj_a, to.weights.in_proj_a);
+        weight(in, dz, to.weights.in_proj_z);
+        weight(in, dprojected.columns(0, qkv), to.weights.in_proj_qkv);
+        weight(in, dprojected.columns(qkv, heads), to.weights.in_proj_b);
+        weight(in, dprojected.columns(qkv + heads, heads), to.weights.in_proj_a);
     }
 };
 

@@ -194,7 +194,7 @@ private:
         auto const plan = relayout(sharding_, to, comm_->rank(), here);
         auto const memory = rank_memory(*comm_);
         summed_rows<T, rank_memory_of<Comm>> all{
-            {}, {0, width}, memory.template zeros<T>(by_, {plan.target_rows, width}, here)};
+            {}, {0, width}, detail::unwritten<T>(memory, by_, {plan.target_rows, width}, here)};
         rows<T> const target(all.memory.data(), plan.target_rows, width);
         detail::exchange_rows(plan, x, target, *comm_, here, by_);
         all.data = target;

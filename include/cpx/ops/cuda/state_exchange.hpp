@@ -35,8 +35,8 @@ public:
     using buffer = block<T>;
 
     /// `most`: see `capacity`; none: what the first batch wants. `through`: `comm.through()`, for states to go through
-    /// memory that all ranks reach, where captured calls are replayed with other batches; null: they are sent, which
-    /// takes as long and leaves multiprocessors to other streams while a rank that is early waits.
+    /// memory that all ranks reach; null: they are sent, which takes as long and leaves multiprocessors to other streams
+    /// while a rank that is early waits. A captured call is replayed with its own batch.
     explicit state_exchange(communicator& comm, capacity most = {}, peer_resource* through = nullptr)
         : comm_(comm), most_(most), through_(through) {}
     template <class X = void>
