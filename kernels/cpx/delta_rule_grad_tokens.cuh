@@ -158,23 +158,27 @@ __device__ __forceinline__ void grad_block<T, Erases>::multiply_n(char const* in
     cute::warpgroup_arrive();
     multiply_panels<T, Major::K, Major::K, 8>(n, memory->dx, keys(), false);
     cute::warpgroup_commit_batch();
-    std::uint32_t a[16], rounded[16];
+    std::uint32_t a[16];
     load_triangle_transposed(inverse, a, thread_again());
     cute::warpgroup_wait<0>();
     keep(n);
-    round_to_operand<T>(n, rounded);
+    float t[2] = {}; // of floats: to round them first makes dg be off by a tenth more
+#pragma unroll
+    for (int i = 0; i < 16; ++i)
+        t[i % 2] = fmaf(n[2 * i], low_of<T>(a[i]), fmaf(n[2 * i + 1], high_of<T>(a[i]), t[i % 2]));
     keep(n);
     cute::warpgroup_arrive();
     multiply_along<T, 4>(n, words, memory->scores, true);
     cute::warpgroup_commit_batch();
-    row_products<T> t, own;
-    t.add_all(rounded, a);
+#pragma unroll
+    for (float& x : t) x += __shfl_xor_sync(~0u, x, 1), x += __shfl_xor_sync(~0u, x, 2);
+    row_products<T> own;
     cute::warpgroup_wait<0>();
     keep(n);
     arrive_warp(memory->dx_empty);
     round_to_operand<T>(n, words);
     own.add_all(words, a);
-    put_rows(t.first(), t.last(), memory->t);
+    put_rows(t[0], t[1], memory->t);
     put_rows(own.first(), own.last(), memory->own);
 }
 

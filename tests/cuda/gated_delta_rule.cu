@@ -67,25 +67,45 @@ results emulated(problem const& p) {
     return r;
 }
 
-/// Checks that errors are at most 1.15 times those of the roundings alone, those of dg `of_gates` times, and what float
-/// sums add: where beta is 0 nothing that makes states is rounded. Returns how many times as large dg's is.
-double check_roundings(results const& got, results const& rounded, results const& exact, double of_gates = 1.15) {
-    auto const compare = [&](char const* name, numbers results::*tensor, double times) {
-        double const error = on_ranks::relative_error(got.*tensor, exact.*tensor);
-        double const least = on_ranks::relative_error(rounded.*tensor, exact.*tensor);
-        CHECK_MESSAGE(error <= times * least + 1e-7, std::string(name)
-                                                         << ": " << error << ", by its roundings " << least);
-        return error / least;
-    };
+/// Returns the root mean square of what roundings alone make dg be off by, of 8 problems that are this one but for a
+/// seventh digit: dg is a running sum of few terms that count, and in one of these it may be off by 0.8 or 1.3 times so
+/// much.
+template <class T>
+double usual_error_of_gates(problem const& p, results const& exact) {
+    support::splitmix random(11);
+    double squares = 0;
+    for (int turn = 0; turn < 8; ++turn) {
+        auto other = p;
+        for (numbers* const x : {&other.q, &other.k, &other.v, &other.dout})
+            for (double& e : *x) e *= 1 + 2e-7 * on_ranks::uniform<double>(random, 1, 1)[0];
+        double const error = on_ranks::relative_error(emulated<T>(other).dg, exact.dg);
+        squares += error * error / 8;
+    }
+    return std::sqrt(squares);
+}
+
+/// Checks that errors are at most 1.15 times those of the roundings alone, and what float sums add: where beta is 0
+/// nothing that makes states is rounded. Returns how many times as large dg's is.
+template <class T>
+double check_roundings(problem const& p, results const& got, results const& exact) {
+    results const rounded = emulated<T>(p);
+    double times = 0;
     for (auto const& [name, tensor] : {std::pair("o", &results::o),
                                        {"last", &results::last},
                                        {"dq", &results::dq},
                                        {"dk", &results::dk},
                                        {"dv", &results::dv},
-                                       {"dstate", &results::dstate}})
-        compare(name, tensor, 1.15);
-    compare("dbeta", &results::dbeta, 1.15);
-    return compare("dg", &results::dg, of_gates);
+                                       {"dstate", &results::dstate},
+                                       {"dbeta", &results::dbeta},
+                                       {"dg", &results::dg}}) {
+        double const error = on_ranks::relative_error(got.*tensor, exact.*tensor);
+        double least = on_ranks::relative_error(rounded.*tensor, exact.*tensor);
+        times = error / least;
+        if (times > 1.15 && tensor == &results::dg) least = usual_error_of_gates<T>(p, exact);
+        CHECK_MESSAGE(error <= 1.15 * least + 1e-7, std::string(name)
+                                                        << ": " << error << ", by its roundings " << least);
+    }
+    return times;
 }
 
 /// A = (I + L)^-1 of chunk `number` of a batch, as a forward has saved it: of a lower triangle strips of 16 columns, of
@@ -188,13 +208,10 @@ TEST_SUITE("cuda") {
                     CHECK(got.path == core_path<T>());
                     check_close(got, exact, most_of<T>(what, key));
                     if (got.path == delta_rule_path::plain) continue;
-                    // dg is a running sum of few terms that count: inputs that differ by 2e-7 make its roundings' error
-                    // 0.82 to 1.27 times what it is, by the emulator, but hardly change all of them together.
-                    bool const half = std::is_same_v<T, __half>, whole = key == 128 && value == 128;
-                    double const times = check_roundings(got, emulated<T>(p), exact, half ? 1.3 : whole ? 1.15 : 1.2);
+                    double const times = check_roundings<T>(p, got, exact);
                     squares += times * times, ++count;
                 }
-            CHECK(std::sqrt(squares) <= 1.1 * std::sqrt(count));
+            CHECK(std::sqrt(squares) <= std::sqrt(count)); // kernels keep in float some of what the emulator rounds
         }
     }
 
@@ -210,7 +227,7 @@ TEST_SUITE("cuda") {
             auto const got = on_gpu<T>(p, true), exact = on_host(p, true);
             CHECK(got.path == core_path<T>());
             check_close("o", got.o, exact.o, finer<T>() * 4.5e-3);
-            if (got.path == delta_rule_path::tensor_cores) check_roundings(got, emulated<T>(p), exact);
+            if (got.path == delta_rule_path::tensor_cores) check_roundings<T>(p, got, exact);
             p.shape.path = delta_rule_path::plain; // has them in float
             check_close("dbeta", on_gpu<T>(p, true).dbeta, exact.dbeta, 6e-6);
         }
@@ -254,7 +271,7 @@ TEST_SUITE("cuda") {
             auto const got = on_gpu<T>(by, true);
             CHECK(got.path == core_path<T>());
             check_close(got, exact, {finer<T>() * 4.5e-3, finer<T>() * 5.5e-3, finer<T>() * 6e-3});
-            if (!scan && got.path == delta_rule_path::tensor_cores) check_roundings(got, emulated<T>(p), exact);
+            if (!scan && got.path == delta_rule_path::tensor_cores) check_roundings<T>(p, got, exact);
         }
     }
 

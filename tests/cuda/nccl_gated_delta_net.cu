@@ -18,6 +18,7 @@
 #include <ops/backward.hpp>
 #include <support/rejects.hpp>
 
+#include <cstring>
 #include <functional>
 #include <mutex>
 #include <type_traits>
@@ -86,9 +87,10 @@ private:
 template <class T>
 struct on_gpu {
     meeting comm;
-    cpx::cuda::state_exchange states{comm};
+    cpx::cuda::state_exchange states;
 
-    on_gpu(cpx::nccl& joined, cudaStream_t in, std::function<void()> const& all) : comm(joined, in, all) {}
+    on_gpu(cpx::nccl& joined, cudaStream_t in, std::function<void()> const& all, cpx::capacity most = {})
+        : comm(joined, in, all), states(comm, most) {}
     cpx::cuda::state_exchange& carrier() { return states; }
     void ended(auto const&...) { comm.meet(); }
     void ended_states(auto const&...) { comm.meet(); }
@@ -141,60 +143,85 @@ void round_to(layer<float>& p, floats& dy) {
         if (i != 5 && i != 6) held(p.weights[i]);
 }
 
-/// `make(rank)` returns the layer as `rank` runs it, on elements T, which hold its numbers. `check(calls)` looks at the
-/// calls of the delta rule's kernels on a rank.
+/// What a layer makes on one rank, of its rows, and the sum over all ranks of weights' gradients.
+template <class T>
+struct local_results {
+    std::vector<T> y, dx;
+    floats dweights;
+
+    bool operator==(local_results const& other) const {
+        auto const same = [](auto const& a, auto const& b) {
+            return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof a[0]) == 0;
+        };
+        return same(y, other.y) && same(dx, other.dx) && same(dweights, other.dweights);
+    }
+};
+
+/// Runs a layer of elements T, which hold the numbers of `p`, forward and backward.
+template <class T, class Net, class S>
+local_results<T> run_layer(on_gpu<T>& by, Net const& net, layer<float> const& p, floats const& dy, S const& sharding,
+                           cpx::sum_order order) {
+    std::vector<cpx::section> const hidden{{1, p.config.hidden}};
+    int const rank = by.comm.rank();
+    auto const memory = by.comm.memory();
+    auto const exact = joined(p.weights);
+    auto const weights = convert<T>(exact);
+    auto const there = [&](floats const& whole) {
+        auto made = cpx::make_tensor<T>(sharding, rank, p.config.hidden, memory);
+        auto const local = on_ranks::take(convert<T>(whole), hidden, sharding, rank);
+        made.write(local.elements());
+        return made;
+    };
+    auto const x = there(p.x), of_y = there(dy);
+    auto y = there(p.x), dx = there(p.x);
+    auto w = memory.template zeros<T>("test", {std::ssize(weights)});
+    auto wide = memory.template zeros<float>("test", {std::ssize(weights)});
+    auto dw = memory.template zeros<float>("test", {std::ssize(weights)});
+    memory.write(w.data(), std::span<T const>(weights));
+    memory.write(wide.data(), std::span<float const>(exact));
+    auto const of_w = harness::net_parameters<T const>(w.data(), wide.data(), p.config);
+    typename Net::template saved_of<T, cpx::cuda::memory> saved;
+    by.comm.meet();
+
+    net(of_w, x, y, by, {{}, &saved});
+    cpx::gated_delta_net_gradients<T, S, cpx::cuda::memory> const to{
+        dx, harness::net_parameters(dw.data(), dw.data(), p.config), order};
+    gated_delta_net_backward(net, of_w, x, saved, of_y, to, by);
+    cpx::sum_over_ranks(std::span<float>(dw.data(), weights.size()), by.comm);
+    by.comm.meet();
+    return {y.read(), dx.read(), memory.read(std::span<float const>(dw.data(), weights.size()))};
+}
+
+/// `make(rank)` returns the layer as `rank` runs it, twice. `check(calls)` looks at the calls of the delta rule's
+/// kernels on a rank.
 template <class T, class S, class Make, class Check>
 results on_gpus(group& gpus, layer<float> const& p, floats const& dy, S const& sharding, cpx::sum_order order,
                 Make const& make, Check const& check) {
-    std::vector<cpx::section> const hidden{{1, p.config.hidden}};
     results r{floats(p.x.size(), NAN), floats(p.x.size(), NAN), {}};
-    auto const exact = joined(p.weights);
-    auto const weights = convert<T>(exact);
     std::mutex guard;
     gpus.run([&](cpx::nccl& comm, auto const& meet) {
         cpx::cuda::stream const stream;
         {
             on_gpu<T> by(comm, stream, meet);
             int const rank = comm.rank();
-            auto const memory = by.comm.memory();
             auto const net = make(rank);
-            auto const there = [&](floats const& whole) {
-                auto made = cpx::make_tensor<T>(sharding, rank, p.config.hidden, memory);
-                auto const local = on_ranks::take(convert<T>(whole), hidden, sharding, rank);
-                made.write(local.elements());
-                return made;
-            };
-            auto const x = there(p.x), of_y = there(dy);
-            auto y = there(p.x), dx = there(p.x);
-            auto w = memory.template zeros<T>("test", {std::ssize(weights)});
-            auto wide = memory.template zeros<float>("test", {std::ssize(weights)});
-            auto dw = memory.template zeros<float>("test", {std::ssize(weights)});
-            memory.write(w.data(), std::span<T const>(weights));
-            memory.write(wide.data(), std::span<float const>(exact));
-            auto const of_w = harness::net_parameters<T const>(w.data(), wide.data(), p.config);
-            typename std::remove_cvref_t<decltype(net)>::template saved_of<T, cpx::cuda::memory> saved;
-            by.comm.meet();
-
-            net(of_w, x, y, by, {{}, &saved});
-            cpx::gated_delta_net_gradients<T, S, cpx::cuda::memory> const to{
-                dx, harness::net_parameters(dw.data(), dw.data(), p.config), order};
-            gated_delta_net_backward(net, of_w, x, saved, of_y, to, by);
-            cpx::sum_over_ranks(std::span<float>(dw.data(), weights.size()), by.comm);
-            by.comm.meet();
+            auto const first = run_layer(by, net, p, dy, sharding, order),
+                       local = run_layer(by, net, p, dy, sharding, order);
+            cpx::require(first == local, "test", "results of a second call", "those of the first", "others");
             check(by.states.calls);
 
             std::lock_guard const lock(guard);
-            auto const put = [&](std::vector<T> const& local, floats& whole) {
-                auto from = local.begin();
+            auto const put = [&](std::vector<T> const& rows, floats& whole) {
+                auto from = rows.begin();
                 sharding.for_each_piece(rank, [&](cpx::range piece) {
                     auto const count = piece.size() * p.config.hidden;
                     std::copy_n(from, count, whole.begin() + piece.first * p.config.hidden);
                     from += count;
                 });
             };
-            put(y.read(), r.y);
-            put(dx.read(), r.dx);
-            r.dweights = memory.read(std::span<float const>(dw.data(), weights.size()));
+            put(local.y, r.y);
+            put(local.dx, r.dx);
+            r.dweights = local.dweights;
         }
         meet();
     });
@@ -385,6 +412,38 @@ TEST_SUITE("cuda") {
         std::vector<index_t> const lengths{70, 0, 1, 129, 333, 65, 203};
         check_layer<T>({32, {1, 2, 128, 128}, 4, 64, 1e-6}, lengths, 11, of_128, can);
         check_layer<T>({32, {2, 4, 128, 128}, 4, 64, 1e-6}, lengths, 12, of_128, can);
+    }
+
+    TEST_CASE("layers of one batch after the other, by what was prepared once, have the bits of layers of their own") {
+        if (!has_gpus(2)) return;
+        using T = float;
+        cpx::gated_delta_net_config const config{24, {2, 4, 32, 16}, 4, 64, 1e-6};
+        group gpus(2);
+        gpus.run([&](cpx::nccl& comm, auto const& meet) {
+            cpx::cuda::stream const stream;
+            {
+                on_gpu<T> by(comm, stream, meet, {80, 5});
+                std::uint64_t seed = 20;
+                for (auto const& list : std::vector<std::vector<index_t>>{
+                         {40, 24, 9}, {30, 7}, {30, 7}, {}, {1, 0, 3, 2, 66}, {40, 24, 9}}) {
+                    auto const p = reference::random_layer<float>(support::lengths(list), config, true, ++seed);
+                    support::splitmix numbers(seed);
+                    auto const dy = on_ranks::uniform<float>(numbers, std::ssize(p.x), 1);
+                    by_tokens const sharding = cpx::shard(p.batch, cpx::zigzag<>(2));
+                    cpx::gated_delta_net const net(cpx::carry<cpx::scan>(sharding, comm.rank()), config);
+                    for (cpx::sum_order const order : {cpx::sum_order::by_rank, cpx::sum_order::by_row}) {
+                        auto const got = run_layer(by, net, p, dy, sharding, order);
+                        {
+                            on_gpu<T> alone(comm, stream, meet);
+                            cpx::require(got == run_layer(alone, net, p, dy, sharding, order), "test", "results",
+                                         "those of a layer of its own", "others");
+                        }
+                        meet();
+                    }
+                }
+            }
+            meet();
+        });
     }
 
     TEST_CASE("a convolution on GPUs goes on from states and leaves those of the host, each where its sequence ends") {

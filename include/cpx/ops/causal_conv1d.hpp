@@ -204,9 +204,9 @@ void convolve_backward_by_rank(convolution_backward<T, S> const& to, Comm& comm,
 }
 
 /// Runs a backward of which all fits. In the order of the batch some channels of whole sequences of x and dy go to
-/// every rank.
-template <class T, any_sharding S, any_memory M, class Comm>
-void convolve_backward(convolution_backward<T, S, M> const& to, Comm& comm, caller here) {
+/// every rank. by: `comm`, or what has been prepared once for its ranks.
+template <class T, any_sharding S, any_memory M, class Comm, class By>
+void convolve_backward(convolution_backward<T, S, M> const& to, Comm& comm, By& by, caller here) {
     weight_sums const sums(to.x.sharding(), to.order, comm, here, to.where);
     bool const in_order = to.order == sum_order::by_row && to.sums();
     auto const add = [&] {
@@ -216,7 +216,7 @@ void convolve_backward(convolution_backward<T, S, M> const& to, Comm& comm, call
                    all_dy = sums.share(to.dy_of_channels ? *to.dy_of_channels : to.dy, channels, here);
         if (!all_x.share.empty()) add_in_order(to.channels(all_x.share), all_x.data, all_dy.data, here);
     };
-    convolve_backward_by_rank(in_order || !sums.speaks() ? to.without_sums() : to, comm, here, add);
+    convolve_backward_by_rank(in_order || !sums.speaks() ? to.without_sums() : to, by, here, add);
 }
 
 } // namespace detail
@@ -249,7 +249,7 @@ void causal_conv1d_backward(halo_plan<S> const& before, halo_plan<A> const& afte
             before,   after,   x.view(), weight.of_width(taps), bias, act, dy.view(), to.dx, to.dweight.of_width(taps),
             to.dbias, to.order};
         check_convolution_backward(given, comm, here);
-        convolve_backward(given, comm, here);
+        convolve_backward(given, comm, comm, here);
     }
 }
 template <class X>

@@ -157,7 +157,7 @@ struct gated_delta_mixer {
         convolution<T, S, M> const of_qkv{
             before, x.columns(0, widths.qkv()), conv.view(), bias, activation::silu, mixed.view(), states_of,
             where,  normalised<T, M>()};
-        convolve(of_qkv, by.comm, here);
+        convolve(of_qkv, by.carrier(), here);
         by.ended(before, widths.qkv());
 
         auto gates = made<typename M::template sum<T>>(x.memory(), 2 * widths.values, here);
@@ -218,7 +218,7 @@ struct gated_delta_mixer {
                 auto again = made<T>(memory, widths.qkv(), here);
                 convolution<T, S, M> const plain{
                     before, x.columns(0, widths.qkv()), conv.view(), bias, activation::silu, again.view(), {}, where};
-                convolve(plain, by.comm, here);
+                convolve(plain, by.carrier(), here);
                 by.ended();
                 auto& turned = dmixed_of_channels.emplace(made<T>(memory, widths.qkv(), here));
                 for_each_element(memory, x.data().count(), widths.qkv(), rowwise::copy<T>{dmixed.data(), turned.data()},
@@ -242,7 +242,7 @@ struct gated_delta_mixer {
                                                    where,
                                                    heads,
                                                    of_channels};
-        convolve_backward(of_qkv, by.comm, here);
+        convolve_backward(of_qkv, by.comm, by.carrier(), here);
         by.ended();
         auto const add = [&](bool channels, rows<sum const> from, rows<sum> whole) {
             add_held_rows(memory, sharding(), rank(), of(channels), from, whole, here);

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The causal convolution of tensors on devices, in the stream of their communicator.
 //
-// A call prepares itself, which is collective on the host; `cuda::conv_exchange` is prepared once for every layer, and
-// may have weights of other elements. Sums are in float. In the order of the batch a thread adds up a tap of a channel,
+// A call prepares itself, which is collective on the host and waits for the device; `cuda::conv_exchange` is prepared
+// once for every layer, and may have weights of other elements. Sums are in float. In the order of the batch a thread adds up a tap of a channel,
 // over all tokens: for training that must be reproduced, not for speed.
 #pragma once
 
@@ -13,6 +13,7 @@
 #include <cpx/ops/causal_conv1d.hpp>
 #include <cpx/ops/cuda/conv_exchange.hpp>
 #include <cpx/ops/cuda/operands.hpp>
+#include <cpx/ops/cuda/state_exchange.hpp>
 
 #include <bit>
 #include <concepts>
@@ -105,42 +106,79 @@ struct keep_newest {
     }
 };
 
-/// Runs a convolution of tensors on devices of which all fits.
+/// What a convolution on one rank is prepared for: its plans, that of rows after only for a backward, and x; and
+/// whether heads are normalised, for which x may be a copy on some ranks.
 template <class T, any_sharding S>
-void convolve(convolution<T, S, cuda::memory> const& of, cuda::communicator& comm, caller here) {
+struct call_of_exchange {
+    halo_plan<S> const& before;
+    halo_plan<S> const* after;
+    rows<T const> x;
+    bool heads;
+    cuda::conv_exchange_options of;
+
+    auto made(cuda::communicator& comm, caller here) const {
+        using exchange = cuda::conv_exchange<T, S>;
+        return after ? std::make_unique<exchange>(before, *after, x.width(), comm, of, here)
+                     : std::make_unique<exchange>(before, x.width(), comm, of, here);
+    }
+};
+/// Calls `f(exchange)` with one that is made for this call; what carries states keeps one for others. Ranks always
+/// compare calls of sequences that go on, whose states nothing must spoil.
+template <class T, any_sharding S, class F>
+void with_exchange(call_of_exchange<T, S> const& call, cuda::communicator& comm, caller here, F&& f) {
+    auto made = call.made(comm, here);
+    f(*made);
+    comm.keep(std::move(made), here);
+}
+template <class T, any_sharding S, class F>
+void with_exchange(call_of_exchange<T, S> call, cuda::state_exchange& layers, caller here, F&& f) {
+    if (call.of.go_on) return with_exchange(call, layers.ranks(), here, f);
+    call.of.most = layers.most();
+    bool const later = call.of.most.rows > 0;
+    auto& by = layers.template kept<cuda::conv_exchange<T, S>>(
+        {2 * call.heads + (call.after != nullptr), call.x.width(), call.x.stride()},
+        [&](auto const& there) { return later || there.sharding() == call.before.sharding; },
+        [&] { return call.made(layers.ranks(), here); }, here);
+    by.set(call.before, here);
+    if (call.after) by.set_backward(*call.after, here);
+    f(by);
+}
+
+/// Runs a convolution of tensors on devices of which all fits. by: a communicator, or a `cuda::state_exchange`.
+template <class T, any_sharding S, carries_states By>
+void convolve(convolution<T, S, cuda::memory> const& of, By& prepared, caller here) {
+    cuda::memory const memory = prepared.memory();
     auto const& [initial, final, end] = of.states;
     bool const heads = of.heads.channels > 0;
-    rows_in_vectors<T const> const aligned(of.x.data(), heads, comm.memory(), here);
+    rows_in_vectors<T const> const aligned(of.x.data(), heads, memory, here);
     rows<T const> const x = aligned.view();
     auto options = options_of_call(x, of.act, of.bias);
     options.go_on = initial.data() || final.data();
-    auto by = std::make_unique<cuda::conv_exchange<T, S>>(of.plan, x.width(), comm, options, here);
-    auto const states = by->states();
-    if (initial.data())
-        for_each_element(comm.memory(), states.count(), states.width(), rowwise::copy<T>{initial, states}, here);
-    else
-        for_each_element(comm.memory(), states.count(), states.width(), rowwise::clear<T>{states}, here);
-    cuda::detail::convolved<T, T> const given{x, by->halo(), of.weight, of.bias, of.act};
-    auto const run = [&](auto const& y) {
-        run_convolution(cuda::detail::device_convolution<T, S, T, std::remove_cvref_t<decltype(y)>>{*by, given, y},
-                        here);
-    };
-    if (heads) {
-        auto const parts = in_parts<T>(of.y.data(), of.heads);
-        cuda::detail::check_convolution(given, by->plan(), parts, here);
-        run(parts);
-    } else {
-        run(of.y.data());
-    }
-    auto const list = final.data() && x.width() > 0 ? newest_rows(of.plan) : std::vector<index_t>();
-    if (!list.empty()) {
-        auto const there = cuda::numbers_on_device(comm.memory(), list, here);
-        rows<T const> const beside(by->halo().data(), by->halo().count() + states.count() * of.weight.width(),
-                                   x.width());
-        for_each_element(comm.memory(), std::ssize(list) / 2, x.width(), keep_newest<T>{x, beside, there.data(), final},
-                         here);
-    }
-    comm.keep(std::move(by), here);
+    call_of_exchange<T, S> const call{of.plan, nullptr, x, heads, options};
+    with_exchange(call, prepared, here, [&](cuda::conv_exchange<T, S>& by) {
+        auto const states = by.states();
+        if (initial.data())
+            for_each_element(memory, states.count(), states.width(), rowwise::copy<T>{initial, states}, here);
+        else
+            for_each_element(memory, states.count(), states.width(), rowwise::clear<T>{states}, here);
+        cuda::detail::convolved<T, T> const given{x, by.halo(), of.weight, of.bias, of.act};
+        auto const run = [&](auto const& y) {
+            run_convolution(cuda::detail::device_convolution<T, S, T, std::remove_cvref_t<decltype(y)>>{by, given, y},
+                            here);
+        };
+        if (heads) {
+            auto const parts = in_parts<T>(of.y.data(), of.heads);
+            cuda::detail::check_convolution(given, by.plan(), parts, here);
+            run(parts);
+        } else {
+            run(of.y.data());
+        }
+        auto const list = final.data() && x.width() > 0 ? newest_rows(of.plan) : std::vector<index_t>();
+        if (list.empty()) return;
+        auto const there = cuda::numbers_on_device(memory, list, here);
+        rows<T const> const beside(by.halo().data(), by.halo().count() + states.count() * of.weight.width(), x.width());
+        for_each_element(memory, std::ssize(list) / 2, x.width(), keep_newest<T>{x, beside, there.data(), final}, here);
+    });
 }
 
 /// Adds the terms of whole sequences, of which x and dy have some channels, in their order.
@@ -161,33 +199,32 @@ void add_in_order(convolution_backward<T, S, cuda::memory> const& to, rows<T con
 }
 
 /// Runs the rest of a backward of tensors on devices of which all fits.
-template <class T, any_sharding S, class F>
-void convolve_backward_by_rank(convolution_backward<T, S, cuda::memory> const& to, cuda::communicator& comm,
-                               caller here, F&& more) {
-    cuda::memory const& memory = comm.memory();
+template <class T, any_sharding S, carries_states By, class F>
+void convolve_backward_by_rank(convolution_backward<T, S, cuda::memory> const& to, By& prepared, caller here,
+                               F&& more) {
+    cuda::memory const memory = prepared.memory();
     bool const heads = to.heads.channels > 0;
     rows_in_vectors<T const> const aligned(to.x.data(), heads, memory, here);
     rows_in_vectors<T> const dx(to.dx.data(), heads, memory, here);
     rows<T const> const x = aligned.view();
-    auto by = std::make_unique<cuda::conv_exchange<T, S>>(to.before, to.after, x.width(), comm,
-                                                          options_of_call(x, to.act, to.bias), here);
-    cuda::detail::convolved<T, T> const given{x, by->halo(), to.weight, to.bias, to.act};
-    more(); // ranks have compared what they run, and no exchange of the halo is pending yet
-    cuda::causal_conv1d_gradients<T> const sums{dx.view(), to.dweight, to.dbias, by->workspace()};
-    auto const run = [&](auto const& dy) {
-        run_convolution_backward(
-            cuda::detail::device_convolution_backward<T, S, T, std::remove_cvref_t<decltype(dy)>>{*by, given, dy, sums},
-            here, [] {});
-    };
-    if (heads) {
-        auto const parts = in_parts<T const>(to.dy.data(), to.heads);
-        cuda::detail::check_backward(given, by->plan(), parts, sums, here);
-        run(parts);
-        dx.put();
-    } else {
-        run(rows<T const>(to.dy.data()));
-    }
-    comm.keep(std::move(by), here);
+    call_of_exchange<T, S> const call{to.before, &to.after, x, heads, options_of_call(x, to.act, to.bias)};
+    with_exchange(call, prepared, here, [&](cuda::conv_exchange<T, S>& by) {
+        cuda::detail::convolved<T, T> const given{x, by.halo(), to.weight, to.bias, to.act};
+        more(); // ranks have compared what they run, and no exchange of the halo is pending yet
+        cuda::causal_conv1d_gradients<T> const sums{dx.view(), to.dweight, to.dbias, by.workspace()};
+        auto const run = [&](auto const& dy) {
+            using convolution = cuda::detail::device_convolution_backward<T, S, T, std::remove_cvref_t<decltype(dy)>>;
+            run_convolution_backward(convolution{by, given, dy, sums}, here, [] {});
+        };
+        if (heads) {
+            auto const parts = in_parts<T const>(to.dy.data(), to.heads);
+            cuda::detail::check_backward(given, by.plan(), parts, sums, here);
+            run(parts);
+            dx.put();
+        } else {
+            run(rows<T const>(to.dy.data()));
+        }
+    });
 }
 
 } // namespace detail

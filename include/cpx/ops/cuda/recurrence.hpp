@@ -133,10 +133,6 @@ concept differentiable_recurrence_model =
 
 namespace detail {
 
-/// What carries states on devices: a `cuda::state_exchange`, made once, or a communicator, which makes one for a call.
-template <class By>
-concept carries_states = std::derived_from<By, cuda::state_exchange> || std::derived_from<By, cuda::communicator>;
-
 /// Calls `f(state_exchange)`; the communicator keeps one that it has made until the stream has come here.
 template <carries_states By, class F>
 void with_state_exchange(By& by, caller here, F&& f) {

@@ -9,10 +9,13 @@
 
 #include <algorithm>
 #include <array>
+#include <concepts>
 #include <cstdint>
 #include <memory>
 #include <span>
 #include <string>
+#include <typeindex>
+#include <utility>
 #include <vector>
 
 namespace cpx::cuda {
@@ -25,7 +28,7 @@ struct rule_calls {
 };
 
 /// What recurrences need to hand states on between GPUs: made once, for every layer and batch of one kind of carry,
-/// whose states and maps are as large.
+/// whose states and maps are as large; and what else layers around them make for one call and keep for others.
 ///
 /// An operator that is given one instead of a communicator only enqueues its work, from its second call on. Belongs to
 /// the communicator, which outlives it; calls are collective, in the same order on all ranks.
@@ -35,8 +38,8 @@ public:
     using buffer = block<T>;
 
     /// `most`: see `capacity`; none: what the first batch wants. `through`: `comm.through()`, for states to go through
-    /// memory that all ranks reach; null: they are sent, which takes as long and leaves multiprocessors to other streams
-    /// while a rank that is early waits. A captured call is replayed with its own batch.
+    /// memory that all ranks reach; null: they are sent, which takes as long and leaves multiprocessors to others while
+    /// a rank that is early waits. A captured call is replayed with its own batch.
     explicit state_exchange(communicator& comm, capacity most = {}, peer_resource* through = nullptr)
         : comm_(comm), most_(most), through_(through) {}
     template <class X = void>
@@ -47,6 +50,8 @@ public:
 
     rule_calls calls = {}; ///< of all operators so far
 
+    communicator& ranks() const { return comm_; }
+    capacity const& most() const { return most_; }
     cuda::memory const& memory() const { return comm_.memory(); }
     cudaStream_t stream() const { return comm_.stream(); }
 
@@ -145,7 +150,29 @@ public:
         (*move_)(from, to, {number}, here);
     }
 
+    /// Returns the X that is kept for calls of one kind, if `fits(x)`; else what `make()` returns, in its place.
+    template <class X, class Fits, class Make>
+    X& kept(std::array<index_t, 3> const& of, Fits&& fits, Make&& make, caller here) {
+        std::type_index const type = typeid(X);
+        auto const at = std::ranges::find_if(kept_, [&](kept_one const& k) { return k.type == type && k.of == of; });
+        if (at != kept_.end()) {
+            X& there = *static_cast<X*>(at->what.get());
+            if (fits(std::as_const(there))) return there;
+            comm_.keep(std::make_unique<std::shared_ptr<void>>(std::move(at->what)), here); // it may be at work
+            kept_.erase(at);
+        }
+        std::shared_ptr<X> const made = make();
+        kept_.push_back({type, of, made});
+        return *made;
+    }
+
 private:
+    struct kept_one {
+        std::type_index type;
+        std::array<index_t, 3> of;
+        std::shared_ptr<void> what;
+    };
+
     communicator& comm_;
     capacity most_;
     peer_resource* through_;
@@ -153,6 +180,15 @@ private:
     identity first_ = {};     ///< of the plan for which it was made
     carry_widths widths_ = {};
     std::unique_ptr<batch_exchange<float>> move_;
+    std::vector<kept_one> kept_;
 };
 
 } // namespace cpx::cuda
+
+namespace cpx::detail {
+
+/// What carries states on devices: a `cuda::state_exchange`, made once, or a communicator, which makes one for a call.
+template <class By>
+concept carries_states = std::derived_from<By, cuda::state_exchange> || std::derived_from<By, cuda::communicator>;
+
+} // namespace cpx::detail
