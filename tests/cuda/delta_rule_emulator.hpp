@@ -152,7 +152,7 @@ inline results run(head const& in) {
         matrix const left = round(round(c.a.transpose() * round(inner)) * b.asDiagonal());
         matrix const x = round(strictly_lower(left * c.a.transpose())), z = round(-(b.asDiagonal() * x));
         matrix const read = c.dout * s.transpose();
-        vector const t = c.a.cwiseProduct(round(kdx)).colwise().sum(); // as the design has it; kernels keep floats
+        vector const t = c.a.cwiseProduct(kdx).colwise().sum();
         r.dq.middleRows(begin, n) = in.scale * (c.e.asDiagonal() * read) + dscores * c.k;
         r.dk.middleRows(begin, n) = round(c.a * b.asDiagonal()) * dx -
                                     round(matrix(round(matrix(c.e)).asDiagonal() * dv)) * s.transpose() +
