@@ -629,6 +629,22 @@ concept any_memory = std::copyable<M> && std::equality_comparable<M> &&
                          { m.read(from, here) } -> std::same_as<std::vector<float>>;
                      };
 
+namespace detail {
+
+/// Returns elements that will all be written before they are read: as they come, from a memory that has `room`.
+template <class T, any_memory M>
+typename M::template block<T> unwritten(M const& memory, char const* where, std::initializer_list<index_t> counts,
+                                        caller here) {
+    if constexpr (requires { memory.template room<T>(index_t{1}); }) {
+        index_t const count = product(where, "elements", counts, here);
+        product(where, "bytes", {count, static_cast<index_t>(sizeof(T))}, here);
+        return memory.template room<T>(count);
+    } else
+        return memory.template zeros<T>(where, counts, here);
+}
+
+} // namespace detail
+
 } // namespace cpx
 
 // cpx/core/elements.hpp
@@ -3415,6 +3431,12 @@ public:
         requires std::default_initializable<M>
         : tensor(sharding, rank, width, M(), here) {}
 
+    /// Returns one whose elements are not said, for who writes them all.
+    static tensor unwritten(S const& sharding, int rank, index_t width, M const& memory, caller here = caller::here()) {
+        index_t const count = detail::rows_of_rank("tensor", sharding, rank, here);
+        return {detail::unwritten<T>(memory, "tensor", {count, width}, here), sharding, rank, width, memory, count};
+    }
+
     template <class X = detail::any>
     explicit tensor(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
                     detail::any = {})
@@ -3519,6 +3541,9 @@ public:
     std::vector<T> read(caller here = caller::here()) const { return memory_.read(elements(), here); }
 
 private:
+    tensor(typename M::template block<T> values, S const& sharding, int rank, index_t width, M const& memory,
+           index_t count)
+        : sharding_(sharding), rank_(rank), width_(width), count_(count), memory_(memory), values_(std::move(values)) {}
     template <class... X>
     static tensor& unfit() {
         static_assert(detail::never<X...>,
@@ -4091,27 +4116,34 @@ public:
                 if (sharding.fills(s)) {
                     auto const& layout = sharding.policy();
                     for (int c = 0; c < layout.chunks(); ++c) add(whole_, layout.owner(c));
+                    note_crossings(whole_);
                 }
     }
 
     /// Returns the chain of `sequence`, of which the rank has segments or not, until the next call; or null if the rank
     /// has none and the chain is not longer than others.
     chain const* find(index_t sequence, bool has_segments) {
+        range const tokens{sharding_.batch().offset(sequence), sharding_.batch().offset(sequence + 1)};
         if constexpr (follows)
             if (whole_.length > 0) {
                 if (sharding_.fills(sequence)) return &whole_;
+                if (!tokens.empty()) all_known_ = false;
                 if (!has_segments) return nullptr; // to leave out chunks makes no chain longer
             }
         index_t const before = std::ssize(holders_);
         walked_.length = 0;
         walked_.own.clear();
-        range const tokens{sharding_.batch().offset(sequence), sharding_.batch().offset(sequence + 1)};
         if (S::every_row && !tokens.empty()) add(walked_, rank_);
         if (!S::every_row && !tokens.empty())
             sharding_.for_each_holder(tokens, hint_, [&](int holder, range) { add(walked_, holder); });
+        note_crossings(walked_);
         if (!has_segments) holders_.resize(static_cast<std::size_t>(before));
         return &walked_;
     }
+
+    /// Returns the k of which no segment, of the chains found so far, has one of another rank 2^k further on, a bit
+    /// each; none where some rank, though not all, would have to walk along a chain for that.
+    std::uint64_t within() const { return all_known_ ? ~crossing_ : 0; }
 
 private:
     static constexpr bool follows = requires(S const& s, index_t i) { s.fills(i); };
@@ -4127,11 +4159,22 @@ private:
         ++c.length;
     }
 
+    void note_crossings(chain const& c) {
+        auto const holder = holders_.begin() + c.holders;
+        for (index_t k = 0; index_t{1} << k < c.length; ++k) {
+            index_t const reach = index_t{1} << k;
+            if (crossing_ >> k & 1) continue;
+            if (!std::equal(holder + reach, holder + c.length, holder)) crossing_ |= std::uint64_t{1} << k;
+        }
+    }
+
     S const& sharding_;
     int rank_;
     std::vector<int>& holders_;
     chain whole_, walked_;
     index_t hint_ = 0;
+    std::uint64_t crossing_ = 0;
+    bool all_known_ = true; ///< whether every rank has found every chain
 };
 
 } // namespace detail
@@ -4895,6 +4938,10 @@ struct carry_exchanges<serial> : carry_steps {
 
 template <>
 struct carry_exchanges<scan> : carry_steps {
+    /// The exchanges of which every rank knows that they move nothing between ranks, a bit each: two segments of a rank
+    /// that lie around all others', say, as `zigzag<2>` has them.
+    std::uint64_t within = 0;
+
     /// Returns the plan of exchange `k`: every segment that has one 2^k further on gives it the step that the last 2^k
     /// segments, itself included, make together.
     ///
@@ -4974,6 +5021,7 @@ carry_plan<How, S> carry(S const& sharding, int rank, caller here = caller::here
                             sharding.batch());
     c.settings = end.all;
     if constexpr (std::same_as<How, scan>) {
+        c.within = chains.within();
         c.steps = static_cast<index_t>(std::bit_width(static_cast<std::size_t>(longest - 1)));
     } else {
         c.steps = longest - 1;

@@ -2,8 +2,8 @@
 // The causal convolution of tensors on devices, in the stream of their communicator.
 //
 // A call prepares itself, which is collective on the host and waits for the device; `cuda::conv_exchange` is prepared
-// once for every layer, and may have weights of other elements. Sums are in float. In the order of the batch a thread adds up a tap of a channel,
-// over all tokens: for training that must be reproduced, not for speed.
+// once for every layer, and may have weights of other elements. Sums are in float. In the order of the batch a thread
+// adds up a tap of a channel, over all tokens: for training that must be reproduced, not for speed.
 #pragma once
 
 #include <cpx/cuda/communicator.hpp>
@@ -52,14 +52,15 @@ struct normalising_convolution<cuda::memory> {
     }
 };
 
-/// Rows that begin at multiples of 16 bytes, if that is wanted: those given or, if they do not, others.
+/// Rows that begin at multiples of 16 bytes, if that is wanted: those given or, if they do not, others. How many rows
+/// there are does not matter, for what is prepared for some batches is kept for others.
 template <class T>
 class rows_in_vectors {
     using element = std::remove_const_t<T>;
 
 public:
     rows_in_vectors(rows<T> given, bool wanted, cuda::memory const& memory, caller here)
-        : given_(given), memory_(memory), here_(here), own_(wanted && cuda::detail::row_vector(given) != 16) {
+        : given_(given), memory_(memory), here_(here), own_(wanted && !cuda::detail::in_panels(given)) {
         if (!own_) return;
         constexpr index_t vector = 16 / static_cast<index_t>(sizeof(T));
         index_t const stride = (given.width() + vector - 1) / vector * vector;
@@ -133,10 +134,10 @@ void with_exchange(call_of_exchange<T, S> const& call, cuda::communicator& comm,
 template <class T, any_sharding S, class F>
 void with_exchange(call_of_exchange<T, S> call, cuda::state_exchange& layers, caller here, F&& f) {
     if (call.of.go_on) return with_exchange(call, layers.ranks(), here, f);
-    call.of.most = layers.most();
+    if (!S::every_row) call.of.most = layers.most(); // else no capacity is asked for, and ranks prepare alone
     bool const later = call.of.most.rows > 0;
     auto& by = layers.template kept<cuda::conv_exchange<T, S>>(
-        {2 * call.heads + (call.after != nullptr), call.x.width(), call.x.stride()},
+        {2 * call.heads + (call.after != nullptr), call.before.reach, call.x.width(), call.x.stride()},
         [&](auto const& there) { return later || there.sharding() == call.before.sharding; },
         [&] { return call.made(layers.ranks(), here); }, here);
     by.set(call.before, here);

@@ -152,7 +152,7 @@ public:
 
     /// Returns the X that is kept for calls of one kind, if `fits(x)`; else what `make()` returns, in its place.
     template <class X, class Fits, class Make>
-    X& kept(std::array<index_t, 3> const& of, Fits&& fits, Make&& make, caller here) {
+    X& kept(std::array<index_t, 4> const& of, Fits&& fits, Make&& make, caller here) {
         std::type_index const type = typeid(X);
         auto const at = std::ranges::find_if(kept_, [&](kept_one const& k) { return k.type == type && k.of == of; });
         if (at != kept_.end()) {
@@ -169,7 +169,7 @@ public:
 private:
     struct kept_one {
         std::type_index type;
-        std::array<index_t, 3> of;
+        std::array<index_t, 4> of;
         std::shared_ptr<void> what;
     };
 
