@@ -114,10 +114,10 @@ std::string run(int rank) {
                 if (window && !window->one_kernel()) continue;
                 time<cpx::scan>(name, "scan", sharding, heads, *ranks, window, limits);
                 time<cpx::serial>(name, "serial", sharding, heads, *ranks, window, limits);
-            }
-            if (heads.key_heads == 16)
+                if (heads.key_heads != 16) continue;
                 for (float const least_g : {-10.0f, 0.0f})
-                    time<cpx::scan>(name, "scan", sharding, heads, *ranks, nullptr, limits, least_g);
+                    time<cpx::scan>(name, "scan", sharding, heads, *ranks, window, limits, least_g);
+            }
         };
         both("sequential", cpx::sequential<>(count));
         both("zigzag", cpx::zigzag<>(count));
