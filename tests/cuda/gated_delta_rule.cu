@@ -90,6 +90,14 @@ template <class T>
 double check_roundings(problem const& p, results const& got, results const& exact) {
     results const rounded = emulated<T>(p);
     double times = 0;
+    auto const compare = [&](char const* name, numbers results::*tensor) {
+        double const error = on_ranks::relative_error(got.*tensor, exact.*tensor);
+        double least = on_ranks::relative_error(rounded.*tensor, exact.*tensor);
+        times = error / least;
+        if (times > 1.15 && tensor == &results::dg) least = usual_error_of_gates<T>(p, exact);
+        CHECK_MESSAGE(error <= 1.15 * least + 1e-7, std::string(name)
+                                                        << ": " << error << ", by its roundings " << least);
+    };
     for (auto const& [name, tensor] : {std::pair("o", &results::o),
                                        {"last", &results::last},
                                        {"dq", &results::dq},
@@ -97,14 +105,8 @@ double check_roundings(problem const& p, results const& got, results const& exac
                                        {"dv", &results::dv},
                                        {"dstate", &results::dstate},
                                        {"dbeta", &results::dbeta},
-                                       {"dg", &results::dg}}) {
-        double const error = on_ranks::relative_error(got.*tensor, exact.*tensor);
-        double least = on_ranks::relative_error(rounded.*tensor, exact.*tensor);
-        times = error / least;
-        if (times > 1.15 && tensor == &results::dg) least = usual_error_of_gates<T>(p, exact);
-        CHECK_MESSAGE(error <= 1.15 * least + 1e-7, std::string(name)
-                                                        << ": " << error << ", by its roundings " << least);
-    }
+                                       {"dg", &results::dg}})
+        compare(name, tensor);
     return times;
 }
 

@@ -149,7 +149,8 @@ void with_exchange(call_of_exchange<T, S> call, cuda::state_exchange& layers, ca
 template <class T, any_sharding S, carries_states By>
 void convolve(convolution<T, S, cuda::memory> const& of, By& prepared, caller here) {
     cuda::memory const memory = prepared.memory();
-    auto const& [initial, final, end] = of.states;
+    rows<T const> const initial = of.states.initial;
+    rows<T> const final = of.states.final;
     bool const heads = of.heads.channels > 0;
     rows_in_vectors<T const> const aligned(of.x.data(), heads, memory, here);
     rows<T const> const x = aligned.view();
