@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Times a gated delta net layer on GPUs, forward and backward, step by step, and counts the device memory that it
 // takes: on one rank, and on two whose recurrence runs where rows are, by both carries, or on all rows at every rank;
-// put together of `cuda::` calls, whose plans are made once, and as the operator `gated_delta_net`, which makes them
-// again.
+// put together of `cuda::` calls, and as the operator `gated_delta_net`; plans of either are made once.
 #include "../../examples/qwen/cuda/blas.hpp"
 #include "../../harness/net_parameters.hpp"
 #include "../../harness/processes.hpp"

@@ -171,9 +171,11 @@ std::string problem_of_within(carries<scan> const& all) {
         bool stays = true;
         for (auto const& c : all) {
             if (c.within != all[0].within) return "ranks know of other exchanges that they stay within ranks";
-            auto const step = c.step(k, side::before, 1, 1);
             auto const own = [&](cpx::message const& m) { return m.peer == c.rank; };
-            stays = stays && std::ranges::all_of(step.sends, own) && std::ranges::all_of(step.receives, own);
+            for (side const from : {side::before, side::after}) {
+                auto const step = c.step(k, from, 1, 1);
+                stays = stays && std::ranges::all_of(step.sends, own) && std::ranges::all_of(step.receives, own);
+            }
         }
         if (stays != (all[0].within >> k & 1))
             return stays ? "nobody knows that an exchange stays" : "it does not stay";

@@ -107,7 +107,7 @@ public:
     }
     template <class T>
     block<T> room(char const* where, std::initializer_list<index_t> counts, caller here) const {
-        return memory().template room<T>(cpx::detail::product(where, "elements", counts, here));
+        return cpx::detail::unwritten<T>(memory(), where, counts, here);
     }
     /// Gives `to` as many elements, all of which will be written: room, or what it was lent, if it is as much.
     template <class T>
