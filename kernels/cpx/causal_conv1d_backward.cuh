@@ -74,6 +74,7 @@ __global__ void __launch_bounds__(128)
             float const y = widen(static_cast<element>(activate<T, Silu>(z)));
             gradient = normalise_backward(y, gradient, squares[0], products[0], part.epsilon);
         }
+    if constexpr (!std::is_same_v<element, T>) gradient = __fmul_rn(gradient, factor_of(dy));
     *edge.at(i, channel) = activate_backward<T, Silu>(z, gradient);
 }
 
@@ -171,7 +172,10 @@ struct back_strip {
     __device__ __forceinline__ void backward(OfHeads, array<float, V> const& z, array<float, V>& gradient) const {
         if constexpr (OfHeads::value) normalise_backward<T, element, Silu>(z, gradient, dy.lanes, dy.epsilon);
 #pragma unroll
-        for (int v = 0; v < V; ++v) gradient[v] = activate_backward<T, Silu>(z[v], gradient[v]);
+        for (int v = 0; v < V; ++v) {
+            if constexpr (!std::is_same_v<element, T>) gradient[v] = __fmul_rn(gradient[v], factor_of(out.dy));
+            gradient[v] = activate_backward<T, Silu>(z[v], gradient[v]);
+        }
     }
     __device__ __forceinline__ void write(array<float, V> const& values, bool ready) {
         if (ready && (!normalises || !place.beyond)) store<T, V>(values, to);

@@ -13,16 +13,26 @@ inline constexpr int conv_most_parts = 4;
 /// another of as many bytes.
 ///
 /// `end[p]`: the channel after part p; for the last part and for unused ones, the number of channels. `lanes[p]`: how
-/// many threads of V channels share a head that is divided by its norm; 0 if the part stays as it is.
+/// many threads of V channels share a head that is divided by its norm; 0 if the part stays as it is. `factor`: of a
+/// gradient of other elements than those of what is convolved.
 template <class T>
 struct conv_parts {
     conv_rows<T> rows[conv_most_parts];
     std::int64_t end[conv_most_parts];
     int lanes[conv_most_parts];
-    float epsilon;
+    float epsilon, factor;
 };
 
 namespace conv {
+
+template <class T>
+__device__ __forceinline__ float factor_of(conv_rows<T> const&) {
+    return 1;
+}
+template <class T>
+__device__ __forceinline__ float factor_of(conv_parts<T> const& parts) {
+    return parts.factor;
+}
 
 /// A channel's place in its part.
 template <class T>

@@ -11,13 +11,13 @@
 namespace cpx::kernels {
 
 /// x, z, y: (rows, heads * dim), weight: (1, dim); the gain is offset + weight, and with z silu(z) times that. X: T, or
-/// another type of 16 bits, such as that of a delta rule's output.
+/// another type of 16 bits, such as that of a delta rule's output, whose gradient is multiplied by `gradient_scale`.
 template <class T, class X = T>
 struct norm_input {
     static_assert(sizeof(X) == sizeof(T), "cpx: a norm of elements that have not as many bytes as those of its result");
     rows<X const> x;
     rows<T const> z, weight;
-    float eps, offset;
+    float eps, offset, gradient_scale = 1;
 
     __host__ __device__ index_t dim() const { return weight.width(); }
     /// Returns the factor of the head whose first column this is, on every lane.
@@ -143,6 +143,7 @@ __global__ void __launch_bounds__(256, 3) normalise_rows_backward(norm_input<T, 
             float const normed = x[i] * sums.factor;
             of_weight[i] += d[i] * normed;
             x[i] = sums.factor * (d[i] * gain[i] - sums.along * normed);
+            if constexpr (!std::is_same_v<X, T>) x[i] *= n.gradient_scale;
             if constexpr (Gated) z[i] *= sums.factor;
         }
         if constexpr (Gated) store<T, count>(z, by.whole, dz.row(row) + column);
@@ -226,7 +227,7 @@ __global__ void __launch_bounds__(256)
                 float const z = widen(n.z(row, first + j)), s = 1 / (1 + expf(-z));
                 dz(row, first + j) = static_cast<T>(d * normed * n.gain(j) * (s * (1 + z * (1 - s))));
             }
-            dx(row, first + j) = static_cast<X>(factor * (pull - inner * normed));
+            dx(row, first + j) = static_cast<X>(factor * (pull - inner * normed) * n.gradient_scale);
         }
     }
 }

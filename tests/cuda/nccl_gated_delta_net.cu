@@ -18,6 +18,8 @@
 #include <ops/backward.hpp>
 #include <support/rejects.hpp>
 
+#include <array>
+#include <cmath>
 #include <cstring>
 #include <functional>
 #include <mutex>
@@ -143,6 +145,12 @@ void round_to(layer<float>& p, floats& dy) {
         if (i != 5 && i != 6) held(p.weights[i]);
 }
 
+/// How rows are added up for gradients of weights, and how many times what they stand for gradients of a rule are.
+struct backward_by {
+    cpx::sum_order order;
+    double gradient_scale = 1;
+};
+
 /// What a layer makes on one rank, of its rows, and the sum over all ranks of weights' gradients.
 template <class T>
 struct local_results {
@@ -160,7 +168,7 @@ struct local_results {
 /// Runs a layer of elements T, which hold the numbers of `p`, forward and backward.
 template <class T, class Net, class S>
 local_results<T> run_layer(on_gpu<T>& by, Net const& net, layer<float> const& p, floats const& dy, S const& sharding,
-                           cpx::sum_order order) {
+                           backward_by how) {
     std::vector<cpx::section> const hidden{{1, p.config.hidden}};
     int const rank = by.comm.rank();
     auto const memory = by.comm.memory();
@@ -185,7 +193,7 @@ local_results<T> run_layer(on_gpu<T>& by, Net const& net, layer<float> const& p,
 
     net(of_w, x, y, by, {{}, &saved});
     cpx::gated_delta_net_gradients<T, S, cpx::cuda::memory> const to{
-        dx, harness::net_parameters(dw.data(), dw.data(), p.config), order};
+        dx, harness::net_parameters(dw.data(), dw.data(), p.config), how.order, how.gradient_scale};
     gated_delta_net_backward(net, of_w, x, saved, of_y, to, by);
     cpx::sum_over_ranks(std::span<float>(dw.data(), weights.size()), by.comm);
     by.comm.meet();
@@ -195,7 +203,7 @@ local_results<T> run_layer(on_gpu<T>& by, Net const& net, layer<float> const& p,
 /// `make(rank)` returns the layer as `rank` runs it, twice. `check(calls)` looks at the calls of the delta rule's
 /// kernels on a rank.
 template <class T, class S, class Make, class Check>
-results on_gpus(group& gpus, layer<float> const& p, floats const& dy, S const& sharding, cpx::sum_order order,
+results on_gpus(group& gpus, layer<float> const& p, floats const& dy, S const& sharding, backward_by how,
                 Make const& make, Check const& check) {
     results r{floats(p.x.size(), NAN), floats(p.x.size(), NAN), {}};
     std::mutex guard;
@@ -205,8 +213,8 @@ results on_gpus(group& gpus, layer<float> const& p, floats const& dy, S const& s
             on_gpu<T> by(comm, stream, meet);
             int const rank = comm.rank();
             auto const net = make(rank);
-            auto const first = run_layer(by, net, p, dy, sharding, order),
-                       local = run_layer(by, net, p, dy, sharding, order);
+            auto const first = run_layer(by, net, p, dy, sharding, how),
+                       local = run_layer(by, net, p, dy, sharding, how);
             cpx::require(first == local, "test", "results of a second call", "those of the first", "others");
             check(by.states.calls);
 
@@ -348,10 +356,10 @@ void check_same(results const& got, results const& expected) {
 }
 
 /// Runs a layer and its backward on one GPU and, in place by both carries and by heads, on two. `on_tensor_cores`:
-/// where its delta rule has to run.
-template <class T>
-void check_layer(cpx::gated_delta_net_config const& config, std::vector<index_t> const& lengths, std::uint64_t seed,
-                 limits const& within, bool on_tensor_cores) {
+/// where its delta rule, of elements Rule, has to run. Returns what one GPU makes, and the host.
+template <class T, class Rule = void>
+std::array<results, 2> check_layer(cpx::gated_delta_net_config const& config, std::vector<index_t> const& lengths,
+                                   std::uint64_t seed, limits const& within, bool on_tensor_cores, double scale = 1) {
     auto p = reference::random_layer<float>(support::lengths(lengths), config, true, seed);
     support::splitmix numbers(9);
     auto dy = on_ranks::uniform<float>(numbers, std::ssize(p.x), 1);
@@ -359,7 +367,7 @@ void check_layer(cpx::gated_delta_net_config const& config, std::vector<index_t>
     auto const expected = on_host(p, dy);
     group one(1), gpus(2);
     auto const run = [&](group& on, auto const& sharding, cpx::sum_order order, auto const& make) {
-        return on_gpus<T>(on, p, dy, sharding, order, make, [&](cpx::cuda::rule_calls const& calls) {
+        return on_gpus<T>(on, p, dy, sharding, {order, scale}, make, [&](cpx::cuda::rule_calls const& calls) {
             bool const as_told = on_tensor_cores ? calls.on_tensor_cores > 0 && calls.plain == 0
                                                  : calls.on_tensor_cores == 0 && calls.plain > 0;
             cpx::require(as_told && calls.steps == 0, "test", "calls of kernels",
@@ -367,8 +375,8 @@ void check_layer(cpx::gated_delta_net_config const& config, std::vector<index_t>
         });
     };
     auto const in_place = [&]<class How>(How, group& on, by_tokens const& sharding, cpx::sum_order order) {
-        return run(on, sharding, order,
-                   [&](int rank) { return cpx::gated_delta_net(cpx::carry<How>(sharding, rank), config); });
+        using net = cpx::gated_delta_net<How, by_tokens, by_tokens, Rule>;
+        return run(on, sharding, order, [&](int rank) { return net(cpx::carry<How>(sharding, rank), config); });
     };
     auto const alone = in_place(cpx::serial{}, one, on_ranks::one_rank(p.batch), cpx::sum_order::by_row);
     check_close(alone, expected, within);
@@ -384,11 +392,12 @@ void check_layer(cpx::gated_delta_net_config const& config, std::vector<index_t>
     using by_heads = cpx::head_sharded<>;
     by_heads const mix(2, p.batch, config.sections()), back(2, p.batch, config.output_sections());
     auto const make = [&](int rank) {
-        return cpx::gated_delta_net(cpx::carry<cpx::serial>(mix, rank), relayout(any, mix, rank),
-                                    relayout(back, any, rank), config);
+        return cpx::gated_delta_net<cpx::serial, by_tokens, by_heads, Rule>(
+            cpx::carry<cpx::serial>(mix, rank), relayout(any, mix, rank), relayout(back, any, rank), config);
     };
     if (config.heads.key_heads % 2 == 0) // else both ranks would want the gradient of one head
         check_same(run(gpus, any, cpx::sum_order::by_row, make), alone);
+    return {alone, expected};
 }
 
 } // namespace
@@ -414,6 +423,71 @@ TEST_SUITE("cuda") {
         check_layer<T>({32, {2, 4, 128, 128}, 4, 64, 1e-6}, lengths, 12, of_128, can);
     }
 
+    TEST_CASE("a gated delta net of bfloat16 on GPUs whose rule is of half is nearer to the host's") {
+        if (!has_gpus(2)) return;
+        using T = __nv_bfloat16;
+        bool const can = cpx::cuda::detail::has_delta_hopper<true, T>();
+        std::vector<index_t> const lengths{70, 0, 1, 129, 333, 65, 203};
+        for (auto const& [heads, taps] : std::vector<std::pair<cpx::delta_rule_heads, index_t>>{
+                 {{2, 4, 128, 128}, 4},
+                 {{1, 2, 128, 128}, 2},
+                 {{2, 4, 24, 40}, 4}}) { // the convolution divides by lengths, the rule
+            cpx::gated_delta_net_config const config{32, heads, taps, 64, 1e-6};
+            auto const [got, exact] = check_layer<T, __half>(config, lengths, 13, of_128, can, 16);
+            auto const [plain, same] = check_layer<T>(config, lengths, 13, most<T>, can);
+            auto const nearer = [&](char const* name, floats results::*of) {
+                double const error = on_ranks::relative_error(got.*of, exact.*of),
+                             before = on_ranks::relative_error(plain.*of, exact.*of);
+                CHECK_MESSAGE(error <= 0.8 * before, std::string(name) << ": " << error << ", of bfloat16 " << before);
+            };
+            nearer("y", &results::y), nearer("dx", &results::dx), nearer("dweights", &results::dweights);
+        }
+    }
+
+    TEST_CASE("gradients of a rule of half are as exact however small they are, by their scale") {
+        if (!has_gpus(1)) return;
+        using T = __nv_bfloat16;
+        cpx::gated_delta_net_config const config{32, {2, 4, 128, 128}, 4, 64, 1e-6};
+        auto p = reference::random_layer<float>(support::lengths({70, 0, 1, 129, 33}), config, true, 14);
+        support::splitmix numbers(15);
+        auto dy = on_ranks::uniform<float>(numbers, std::ssize(p.x), 1);
+        round_to<T>(p, dy);
+        auto const sharding = on_ranks::one_rank(p.batch);
+        group one(1);
+        auto const run = [&](float times, double scale) {
+            auto given = dy;
+            for (float& x : given) x *= times;
+            auto const make = [&](int rank) {
+                return cpx::gated_delta_net<cpx::serial, by_tokens, by_tokens, __half>(
+                    cpx::carry<cpx::serial>(sharding, rank), config);
+            };
+            auto r = on_gpus<T>(one, p, given, sharding, {cpx::sum_order::by_row, scale}, make, [](auto const&) {});
+            for (floats* const all : {&r.dx, &r.dweights})
+                for (float& x : *all) x /= times;
+            return r;
+        };
+        auto const of_ones = run(1, 4);
+        check_same(run(0x1p-40f, 0x1p42), of_ones);
+        check_same(run(0x1p20f, 0x1p-18), of_ones);
+        auto const lost = run(0x1p-40f, 1); // all of it is below the least number of half
+        CHECK(on_ranks::relative_error(lost.dx, of_ones.dx) > 0.1);
+        one.run([&](cpx::nccl& comm, auto const& meet) {
+            cpx::cuda::stream const stream;
+            on_gpu<T> by(comm, stream, meet);
+            auto const refused = [&](auto const& net, double scale, std::string const& text) {
+                support::rejects(
+                    {"nccl_gated_delta_net.cu", "gated_delta_net_backward: gradient_scale: expected " + text}, [&] {
+                        run_layer(by, net, p, dy, sharding, {cpx::sum_order::by_rank, scale});
+                    });
+            };
+            auto const plan = cpx::carry<cpx::serial>(sharding, 0);
+            cpx::gated_delta_net<cpx::serial, by_tokens, by_tokens, __half> const of_half(plan, config);
+            for (double const scale : {0., -1., 1e300, static_cast<double>(NAN)})
+                refused(of_half, scale, "above 0, got ");
+            refused(cpx::gated_delta_net(plan, config), 2, "1, for the rule is of the weights' elements, got 2");
+        });
+    }
+
     TEST_CASE("layers of one batch after the other, by what was prepared once, have the bits of layers of their own") {
         if (!has_gpus(2)) return;
         group gpus(2);
@@ -433,10 +507,10 @@ TEST_SUITE("cuda") {
                         by_tokens const sharding = cpx::shard(p.batch, cpx::zigzag<>(2));
                         cpx::gated_delta_net const net(cpx::carry<cpx::scan>(sharding, comm.rank()), config);
                         for (cpx::sum_order const order : {cpx::sum_order::by_rank, cpx::sum_order::by_row}) {
-                            auto const got = run_layer(by, net, p, dy, sharding, order);
+                            auto const got = run_layer(by, net, p, dy, sharding, {order});
                             {
                                 on_gpu<float> alone(comm, stream, meet);
-                                cpx::require(got == run_layer(alone, net, p, dy, sharding, order), "test", "results",
+                                cpx::require(got == run_layer(alone, net, p, dy, sharding, {order}), "test", "results",
                                              "those of a layer of its own", "others");
                             }
                             meet();

@@ -91,6 +91,7 @@ struct convolved {
         require_rows(where, {{"weight", weight}, {"bias", bias}, {"x", x, fit.rows(), channels}}, here);
         require_rows(where, {{"halo", halo, fit.halo_rows(), channels}}, here);
         require_result(where, what, y, fit.rows(), channels, here);
+        require_scale_of_parts<T>(where, y, here);
         require(!normalises(y) || in_vectors(y), where, "taps and alignment for heads to be normalised",
                 "4, and rows at multiples of 16 bytes", "others", here);
     }

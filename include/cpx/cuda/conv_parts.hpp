@@ -20,7 +20,8 @@ struct conv_part {
 
 /// A convolution's result, or with `T const` its gradient, in up to four parts that follow each other along the
 /// channels; those that are not needed are left empty. Of what is convolved in bfloat16 T may be half, which has three
-/// bits more for a delta rule, and a range that its gradients may leave: see `gated_delta_rule`.
+/// bits more for a delta rule, and a range that its gradients may leave: they are `gradient_scale` times what they
+/// stand for, 1 where T is that of x.
 ///
 /// A part y with heads becomes `y / sqrt(sum y^2 + epsilon)`, the sum over each head, of y as T holds it. That wants 4
 /// taps, rows of everything at multiples of 16 bytes, heads of 16 bytes times a power of two up to 32, and a part that
@@ -29,6 +30,7 @@ template <class T>
 struct conv_parts {
     std::array<conv_part<T>, kernels::conv_most_parts> part;
     float epsilon = 1e-6f;
+    float gradient_scale = 1;
 };
 
 namespace detail {
@@ -67,6 +69,14 @@ bool in_vectors(conv_parts<T> const& parts) {
         end += data.width();
     }
     return true;
+}
+
+/// Throws `cpx::error` unless parts of a result of a convolution of T, or its gradient, can have their scale.
+template <class T, class Y>
+void require_scale_of_parts(char const*, rows<Y> const&, caller) {}
+template <class T, class Y>
+void require_scale_of_parts(char const* where, conv_parts<Y> const& parts, caller here) {
+    require_gradient_scale(where, !std::same_as<std::remove_const_t<Y>, T>, parts.gradient_scale, here);
 }
 
 /// Whether heads of a result are normalised, which is rows or parts.
@@ -128,6 +138,7 @@ template <class T>
 kernels::conv_parts<T> result_given(conv_parts<T> const& parts) {
     kernels::conv_parts<T> to{};
     to.epsilon = parts.epsilon;
+    to.factor = 1 / parts.gradient_scale;
     index_t end = 0;
     for (std::size_t p = 0; p < parts.part.size(); ++p) {
         auto const& [data, head_dim] = parts.part[p];

@@ -8,6 +8,7 @@
 #include <cpx/head_norm.cuh>
 
 #include <algorithm>
+#include <concepts>
 #include <string>
 #include <type_traits>
 
@@ -22,6 +23,7 @@ void norm_given(char const* where, norm_input<T, X> const& n, caller here) {
     require(n.dim() > 0 && n.x.width() % n.dim() == 0, where, "width of x",
             in_words("a multiple of the size of weight, ", n.dim()), n.x.width(), here);
     require(n.x.width() < index_t{1} << 31, where, "width of x", "less than 2^31", n.x.width(), here);
+    require_gradient_scale(where, !std::same_as<T, X>, n.gradient_scale, here);
     require_rows(where, {{"x", n.x}, {"weight", n.weight, 1, n.dim()}}, here);
     if (n.z.data()) require_rows(where, {{"z", n.z, n.x.count(), n.x.width()}}, here);
 }
@@ -62,8 +64,8 @@ void normalise_rows(norm_input<T, X> const& n, std::type_identity_t<rows<T>> y, 
 }
 
 /// Computes the gradients of x and, with z, of z, and adds to each row of `terms`, (rows, dim), what that row adds to
-/// the weight's. dx may be dy. Where x is half, elements of dx below 6e-5 lose bits, and those below 6e-8 all: scale
-/// the loss. All else as above.
+/// the weight's. dx may be dy. Where x is half, elements of dx below 6e-5 lose bits, and those below 6e-8 all, and
+/// beyond 65504 are infinite: dx is `n.gradient_scale` times the gradient, 1 where x is of T. All else as above.
 template <gpu_number T, gpu_number X>
 void normalise_rows_backward(norm_input<T, X> const& n, std::type_identity_t<rows<T const>> dy,
                              std::type_identity_t<rows<X>> dx, std::type_identity_t<rows<T>> dz, rows<float> terms,

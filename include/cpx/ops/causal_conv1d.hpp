@@ -165,7 +165,8 @@ namespace detail {
 
 template <class T, any_sharding S, any_memory M, class Comm>
 void check_convolution_backward(convolution_backward<T, S, M> const& of, Comm const& comm, caller here) {
-    auto const& [before, after, x, weight, bias, act, dy, dx, dweight, dbias, order, where, heads, dy_of_channels] = of;
+    auto const& [before, after, x, weight, bias, act, dy, dx, dweight, dbias, order, where, heads, of_channels, scale] =
+        of;
     index_t const channels = x.data().width();
     for (halo_plan<S> const* plan : {&before, &after}) {
         require_convolved(where, "x", x, *plan, "that of the plans", channels, comm, here);
@@ -205,15 +206,15 @@ void convolve_backward_by_rank(convolution_backward<T, S> const& to, Comm& comm,
 
 /// Runs a backward of which all fits. In the order of the batch some channels of whole sequences of x and dy go to
 /// every rank. by: `comm`, or what has been prepared once for its ranks.
-template <class T, any_sharding S, any_memory M, class Comm, class By>
-void convolve_backward(convolution_backward<T, S, M> const& to, Comm& comm, By& by, caller here) {
+template <class T, any_sharding S, any_memory M, class Y, class Comm, class By>
+void convolve_backward(convolution_backward<T, S, M, Y> const& to, Comm& comm, By& by, caller here) {
     weight_sums const sums(to.x.sharding(), to.order, comm, here, to.where);
     bool const in_order = to.order == sum_order::by_row && to.sums();
     auto const add = [&] {
         if (!in_order) return;
         index_t const channels = to.x.data().width();
-        auto const all_x = sums.share(to.x, channels, here),
-                   all_dy = sums.share(to.dy_of_channels ? *to.dy_of_channels : to.dy, channels, here);
+        auto const all_x = sums.share(to.x, channels, here);
+        auto const all_dy = sums.share(to.dy_of_channels ? *to.dy_of_channels : to.dy, channels, here);
         if (!all_x.share.empty()) add_in_order(to.channels(all_x.share), all_x.data, all_dy.data, here);
     };
     convolve_backward_by_rank(in_order || !sums.speaks() ? to.without_sums() : to, by, here, add);

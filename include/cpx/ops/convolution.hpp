@@ -39,28 +39,29 @@ struct normalised_heads {
 /// Whether convolutions in memory M can do that; on devices some, see `ops/cuda/causal_conv1d.hpp`.
 template <any_memory M>
 struct normalising_convolution {
+    static constexpr bool ever = false;
     template <class T>
     static constexpr bool fits(index_t /*taps*/, index_t /*dim*/, index_t /*others*/) {
         return false;
     }
 };
 
-/// What a convolution is given, on one rank.
-template <class T, any_sharding S, any_memory M = host_memory>
+/// What a convolution is given, on one rank. Y: the elements of its result, on devices perhaps others than those of x.
+template <class T, any_sharding S, any_memory M = host_memory, class Y = T>
 struct convolution {
     halo_plan<S> const& plan;
     sharded<T const, S, M> x;
     rows<T const> weight;
     std::span<T const> bias;
     activation act;
-    sharded<T, S, M> y;
+    sharded<Y, S, M> y;
     causal_conv1d_states<T> states = {};
     char const* where = "causal_conv1d";
     normalised_heads heads = {};
 };
 
 /// What the backward of a convolution is given, on one rank.
-template <class T, any_sharding S, any_memory M = host_memory>
+template <class T, any_sharding S, any_memory M = host_memory, class Y = T>
 struct convolution_backward {
     using sum = typename M::template sum<T>;
     halo_plan<S> const &before, &after;
@@ -68,7 +69,7 @@ struct convolution_backward {
     rows<T const> weight;
     std::span<T const> bias;
     activation act;
-    sharded<T const, S, M> dy;
+    sharded<Y const, S, M> dy;
     sharded<T, S, M> dx;
     rows<sum> dweight;
     std::span<sum> dbias;
@@ -77,7 +78,8 @@ struct convolution_backward {
     normalised_heads heads = {};
     /// The gradient of the result before heads are normalised, if they are: sums in the order of the batch want it, for
     /// they take a channel at a time.
-    std::optional<sharded<T const, S, M>> dy_of_channels = {};
+    std::optional<sharded<Y const, S, M>> dy_of_channels = {};
+    float gradient_scale = 1; ///< so many times the gradient is dy, of other elements than x
 
     bool sums() const { return dweight.data() || !dbias.empty(); }
     /// Returns it without sums, or with some channels of what is a channel's.
@@ -94,7 +96,7 @@ struct convolution_backward {
 
 private:
     convolution_backward of_weights(rows<T const> w, std::span<T const> b, rows<sum> dw, std::span<sum> db) const {
-        return {before, after, x, w, b, act, dy, dx, dw, db, order, where, heads, dy_of_channels};
+        return {before, after, x, w, b, act, dy, dx, dw, db, order, where, heads, dy_of_channels, gradient_scale};
     }
 };
 

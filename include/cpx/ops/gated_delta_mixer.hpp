@@ -65,16 +65,21 @@ struct gated_delta_net_parameters {
 template <class T>
 using gated_delta_net_weights = gated_delta_net_parameters<T const>;
 
-/// What the backward of the mixer wants of its forward: q, k and v after the convolution, which on devices may have
-/// divided q and k by their lengths; g and beta; states.
-template <class T, any_sharding S, any_memory M = host_memory>
+/// What the backward of the mixer wants of its forward: q, k and v after the convolution, of elements R, which on
+/// devices may have divided q and k by their lengths; g and beta; states.
+template <class R, any_sharding S, any_memory M = host_memory>
 struct gated_delta_mixed {
-    std::optional<tensor<T, S, M>> mixed = {};
-    std::optional<tensor<typename M::template sum<T>, S, M>> gates = {};
-    delta_rule_saved<T, M> states = {};
+    std::optional<tensor<R, S, M>> mixed = {};
+    std::optional<tensor<typename M::template sum<R>, S, M>> gates = {};
+    delta_rule_saved<R, M> states = {};
 };
 
 namespace detail {
+
+/// Whether in memory M a delta rule of elements R can be between rows of T: of the same, on devices of others, too, see
+/// `ops/cuda/gated_delta_rule.hpp`.
+template <any_memory M, class R, class T>
+inline constexpr bool rule_between = std::same_as<R, T>;
 
 /// Returns `config`, or throws: of heads that do not fit, of what is below 1 or has no size.
 inline gated_delta_net_config const& checked(gated_delta_net_config const& config, caller here) {
@@ -132,15 +137,16 @@ struct gated_delta_mixer {
         check_rule_in(memory, where, model(where), states, backward, given, here);
     }
 
-    /// x: rows of `config.sections()`; o: rows of `config.output_sections()`, both for this rank's heads.
-    template <class T, any_memory M, class By>
-    void operator()(gated_delta_net_weights<T> const& w, sharded<T const, S, M> const& x, sharded<T, S, M> const& o,
-                    gated_delta_net_state<T, M> const& state, gated_delta_mixed<T, S, M>* saved, By& by, caller here,
+    /// x: rows of `config.sections()`; o: rows of `config.output_sections()`, both for this rank's heads. R: the elements
+    /// of the delta rule, and of o.
+    template <class T, class R, any_memory M, class By>
+    void operator()(gated_delta_net_weights<T> const& w, sharded<T const, S, M> const& x, sharded<R, S, M> const& o,
+                    gated_delta_net_state<T, M> const& state, gated_delta_mixed<R, S, M>* saved, By& by, caller here,
                     char const* where) const {
         auto const conv = held<T>(true, w.conv, x.memory(), here);
         auto const A_log = held<wide<T>>(false, w.A_log, x.memory(), here),
                    dt_bias = held<wide<T>>(false, w.dt_bias, x.memory(), here);
-        auto mixed = made<T>(x.memory(), widths.qkv(), here);
+        auto mixed = made<R>(x.memory(), widths.qkv(), here);
         std::span<T const> const bias;
         row_buffer<T, M> newest; // where ranks meet, for the state stays if they do not agree on what comes
         auto const copy = [&](rows<T const> from, rows<T> to) {
@@ -154,7 +160,7 @@ struct gated_delta_mixer {
             ends = newest.view();
         }
         causal_conv1d_states<T> const states_of{state.conv, ends};
-        convolution<T, S, M> const of_qkv{
+        convolution<T, S, M, R> const of_qkv{
             before, x.columns(0, widths.qkv()), conv.view(), bias, activation::silu, mixed.view(), states_of,
             where,  normalised<T, M>()};
         convolve(of_qkv, by.carrier(), here);
@@ -176,25 +182,25 @@ struct gated_delta_mixer {
         saved->gates = std::move(gates);
     }
 
-    /// From the gradient of o to that of x, which is written, and the weights' shares, which are added. `forward`: its
-    /// name in errors.
-    template <class T, any_memory M, class By>
+    /// From the gradient of o, which is dout / scale, to that of x, which is written, and the weights' shares, which are
+    /// added. `forward`: its name in errors.
+    template <class T, class R, any_memory M, class By>
     void backward(gated_delta_net_weights<T> const& w, sharded<T const, S, M> const& x,
-                  gated_delta_mixed<T, S, M>& saved, sharded<T const, S, M> const& dout, sharded<T, S, M> const& dx,
-                  gated_delta_net_parameters<typename M::template sum<T>> const& to, sum_order order, By& by,
-                  caller here, char const* forward, char const* where) const {
+                  gated_delta_mixed<R, S, M>& saved, sharded<R const, S, M> const& dout, double scale,
+                  sharded<T, S, M> const& dx, gated_delta_net_parameters<typename M::template sum<T>> const& to,
+                  sum_order order, By& by, caller here, char const* forward, char const* where) const {
         using sum = typename M::template sum<T>;
         M const& memory = x.memory();
         auto const conv = held<T>(true, w.conv, memory, here);
         auto const A_log = held<wide<T>>(false, w.A_log, memory, here),
                    dt_bias = held<wide<T>>(false, w.dt_bias, memory, here);
-        auto dmixed = made<T>(memory, widths.qkv(), here);
+        auto dmixed = made<R>(memory, widths.qkv(), here);
         auto dgates = made<sum>(memory, 2 * widths.values, here), terms = made<sum>(memory, 2 * widths.values, here);
-        sharded<T, S, M> const no_o(rows<T>(), sharding(), rank(), memory); // it is not read
+        sharded<R, S, M> const no_o(rows<R>(), sharding(), rank(), memory); // it is not read
         auto const dq = dmixed.columns(0, widths.q), dk = dmixed.columns(widths.q, widths.q),
                    dv = dmixed.columns(2 * widths.q, widths.v);
         auto const dg = dgates.columns(0, widths.values), dbeta = dgates.columns(widths.values, widths.values);
-        delta_rule_gradient_tensors<T, S, M> const of_rule{dout, dq, dk, dv, dg, dbeta};
+        delta_rule_gradient_tensors<R, S, M> const of_rule{dout, dq, dk, dv, dg, dbeta};
         run_delta_rule_backward(states, model_of_mixed<T, M>(forward),
                                 tensors(saved.mixed->view(), saved.gates->view(), no_o, &saved.states), of_rule,
                                 by.carrier(), here);
@@ -204,44 +210,46 @@ struct gated_delta_mixer {
                          rowwise::delta_gates_backward<T>{first(x.data(), widths.qkv()), second(x.data(), widths.qkv()),
                                                           A_log.view(), dt_bias.view(), first(dgates.data()),
                                                           second(dgates.data()), first(dx.data(), widths.qkv()),
-                                                          second(dx.data(), widths.qkv()), terms.data()},
+                                                          second(dx.data(), widths.qkv()), terms.data(),
+                                                          static_cast<wide<T>>(scale)},
                          here);
         row_buffer<sum, M> sums(memory, 2 * widths.values, 1, here), dconv(memory, widths.qkv(), config.kernel, here);
         add_terms(weight_sums(sharding(), order, by.comm, here, where), terms, sums.view(), here);
         std::span<T const> const bias;
         std::span<sum> const dbias;
         auto const heads = normalised<T, M>();
-        std::optional<tensor<T, S, M>> dmixed_of_channels;
-        std::optional<sharded<T const, S, M>> of_channels;
-        if constexpr (requires { &normalising_convolution<M>::template backward<T>; })
+        std::optional<tensor<R, S, M>> dmixed_of_channels;
+        std::optional<sharded<R const, S, M>> of_channels;
+        if constexpr (normalising_convolution<M>::ever)
             if (heads.channels > 0 && order == sum_order::by_row) {
-                auto again = made<T>(memory, widths.qkv(), here);
-                convolution<T, S, M> const plain{
+                auto again = made<R>(memory, widths.qkv(), here);
+                convolution<T, S, M, R> const plain{
                     before, x.columns(0, widths.qkv()), conv.view(), bias, activation::silu, again.view(), {}, where};
                 convolve(plain, by.carrier(), here);
                 by.ended();
-                auto& turned = dmixed_of_channels.emplace(made<T>(memory, widths.qkv(), here));
-                for_each_element(memory, x.data().count(), widths.qkv(), rowwise::copy<T>{dmixed.data(), turned.data()},
+                auto& turned = dmixed_of_channels.emplace(made<R>(memory, widths.qkv(), here));
+                for_each_element(memory, x.data().count(), widths.qkv(), rowwise::copy<R>{dmixed.data(), turned.data()},
                                  here);
-                normalising_convolution<M>::template backward<T>(memory, again.data().columns(0, heads.channels),
+                normalising_convolution<M>::template backward<R>(memory, again.data().columns(0, heads.channels),
                                                                  heads.dim, turned.data().columns(0, heads.channels),
                                                                  here);
                 of_channels.emplace(std::as_const(turned).view());
             }
-        convolution_backward<T, S, M> const of_qkv{before,
-                                                   after,
-                                                   x.columns(0, widths.qkv()),
-                                                   conv.view(),
-                                                   bias,
-                                                   activation::silu,
-                                                   dmixed.view(),
-                                                   dx.columns(0, widths.qkv()),
-                                                   dconv.view(),
-                                                   dbias,
-                                                   order,
-                                                   where,
-                                                   heads,
-                                                   of_channels};
+        convolution_backward<T, S, M, R> const of_qkv{before,
+                                                      after,
+                                                      x.columns(0, widths.qkv()),
+                                                      conv.view(),
+                                                      bias,
+                                                      activation::silu,
+                                                      dmixed.view(),
+                                                      dx.columns(0, widths.qkv()),
+                                                      dconv.view(),
+                                                      dbias,
+                                                      order,
+                                                      where,
+                                                      heads,
+                                                      of_channels,
+                                                      static_cast<float>(scale)};
         convolve_backward(of_qkv, by.comm, by.carrier(), here);
         by.ended();
         auto const add = [&](bool channels, rows<sum const> from, rows<sum> whole) {
@@ -287,9 +295,9 @@ private:
         return of.columns(from + widths.values, widths.values);
     }
     /// mixed: q, k and v; gates: g, then beta.
-    template <class T, class G, any_memory M>
-    delta_rule_tensors<T, S, M> tensors(sharded<T, S, M> const& mixed, sharded<G, S, M> const& gates,
-                                        sharded<T, S, M> const& o, delta_rule_saved<T, M>* saved) const {
+    template <class R, class G, any_memory M>
+    delta_rule_tensors<R, S, M> tensors(sharded<R, S, M> const& mixed, sharded<G, S, M> const& gates,
+                                        sharded<R, S, M> const& o, delta_rule_saved<R, M>* saved) const {
         auto const q = mixed.columns(0, widths.q), k = mixed.columns(widths.q, widths.q);
         auto const g = gates.columns(0, widths.values), beta = gates.columns(widths.values, widths.values);
         return {q, k, mixed.columns(2 * widths.q, widths.v), g, beta, o, rows<G const>(), rows<G>(), saved};

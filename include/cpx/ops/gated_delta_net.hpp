@@ -76,10 +76,11 @@ decltype(auto) layers_of(By& by) {
 } // namespace detail
 
 /// What the backward needs of its forward: the inputs of the gated norm, on the sharding of the layer, and what belongs
-/// to the recurrence, on that of the recurrence.
-template <class T, any_sharding S, any_sharding Mix, any_memory M = host_memory>
-struct gated_delta_net_saved : gated_delta_mixed<T, Mix, M> {
-    std::optional<tensor<T, S, M>> z, o;
+/// to the recurrence, on that of the recurrence. R: the elements of the recurrence.
+template <class T, any_sharding S, any_sharding Mix, any_memory M = host_memory, class R = T>
+struct gated_delta_net_saved : gated_delta_mixed<R, Mix, M> {
+    std::optional<tensor<T, S, M>> z;
+    std::optional<tensor<R, S, M>> o;
     std::optional<tensor<T, Mix, M>> projected;
 };
 
@@ -87,18 +88,18 @@ template <class T, any_sharding S, any_memory M = host_memory>
 struct gated_delta_net_gradients; // see gated_delta_net_backward.hpp
 
 /// What a forward keeps beside its output: states to go on from, or what the backward needs, or nothing.
-template <class T, any_sharding S, any_sharding Mix, any_memory M = host_memory>
+template <class T, any_sharding S, any_sharding Mix, any_memory M = host_memory, class R = T>
 struct gated_delta_net_memory {
     gated_delta_net_state<T, M> state = {};
-    field<gated_delta_net_saved<T, S, Mix, M>*> saved = nullptr;
+    field<gated_delta_net_saved<T, S, Mix, M, R>*> saved = nullptr;
     detail::no_more end = {};
 };
 
 namespace detail {
 
 /// Returns where a forward has kept what its backward needs: the next forward frees that before it is done.
-template <class T, any_sharding S, any_sharding Mix, any_memory M>
-std::vector<operand> kept_operands(gated_delta_net_saved<T, S, Mix, M> const& saved) {
+template <class T, any_sharding S, any_sharding Mix, any_memory M, class R>
+std::vector<operand> kept_operands(gated_delta_net_saved<T, S, Mix, M, R> const& saved) {
     auto list = saved_operands(saved.states);
     auto const add = [&](auto const& kept) {
         if (kept) list.push_back({"saved tensors", kept->data()});
@@ -118,14 +119,21 @@ struct gated_delta_net_backward_pass; // see gated_delta_net_backward.hpp
 ///
 ///     y = out_proj(norm(delta_rule(silu(conv(q k v)), ...)) silu(z)),    g = -exp(A_log) softplus(a + dt_bias)
 ///
+/// `Rule`: the elements of the recurrence, q, k, v and o. void: those of the weights; on devices, between rows of
+/// bfloat16, `__half`, whose three bits more take most of the error of y and of gradients away; what is beyond 65504
+/// makes results infinite or NaN, and gradients want a scale, see `gated_delta_net_gradients`.
+///
 /// Made once a batch, used by all layers. Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks", 2024,
 /// arXiv 2412.06464, section 3.4; shapes as in Hugging Face transformers' Qwen3_5GatedDeltaNet.
-template <carry_kind How, any_sharding S, any_sharding Mix = S>
+template <carry_kind How, any_sharding S, any_sharding Mix = S, class Rule = void>
 class gated_delta_net {
 public:
     using sharding_type = S;
+    /// The elements of the recurrence, between rows of T.
+    template <class T>
+    using rule_of = std::conditional_t<std::is_void_v<Rule>, T, Rule>;
     template <class T, any_memory M = host_memory>
-    using saved_of = gated_delta_net_saved<T, S, Mix, M>;
+    using saved_of = gated_delta_net_saved<T, S, Mix, M, rule_of<T>>;
 
     /// In place, on whole rows: by tokens or replicated. `plan` is `carry<How>(sharding, rank)`. Pure.
     /// Throws `cpx::error` on rows by heads and on sizes that do not fit.
@@ -193,10 +201,12 @@ public:
     /// `exchange` and the operators throw.
     template <class T, sharded_anywhere X, sharded_like<memory_of<X>> Y, class By>
         requires detail::runs_layers<By, memory_of<X>> || (transport<By> && sharded_like<X>)
-    void operator()(gated_delta_net_weights<T> const& w, X const& x, Y&& y, By& by,
-                    std::type_identity_t<gated_delta_net_memory<T, S, Mix, memory_of<X>>> const& memory = {},
-                    caller here = caller::here()) const {
+    void
+    operator()(gated_delta_net_weights<T> const& w, X const& x, Y&& y, By& by,
+               std::type_identity_t<gated_delta_net_memory<T, S, Mix, memory_of<X>, rule_of<T>>> const& memory = {},
+               caller here = caller::here()) const {
         constexpr bool fits = detail::sharded_as<S, X, Y>;
+        constexpr bool between = detail::rule_between<memory_of<X>, rule_of<T>, T>;
         constexpr bool writes = detail::writes<Y, X> && std::same_as<element_of<Y>, T>;
         static_assert(fits,
                       "cpx: gated_delta_net on tensors that are not sharded as the layer; relayout them first, or "
@@ -204,7 +214,10 @@ public:
         static_assert(!fits || writes,
                       "cpx: gated_delta_net wants x and y of the weights' elements, and a y that is not const "
                       "and has a name");
-        if constexpr (fits && writes)
+        static_assert(!fits || !writes || between,
+                      "cpx: gated_delta_net whose rule has other elements than its weights; that is for tensors on "
+                      "devices, __half between __nv_bfloat16: include <cpx/ops/cuda/gated_delta_rule.hpp>");
+        if constexpr (fits && writes && between)
             forward<T, memory_of<X>>(w, x.view(), y.view(), detail::layers_of<T>(by), memory, here);
     }
     template <class X>
@@ -246,7 +259,8 @@ private:
 
     template <class T, class M, class By>
     void forward(gated_delta_net_weights<T> const& w, sharded<T const, S, M> const& x, sharded<T, S, M> const& y,
-                 By&& by, gated_delta_net_memory<T, S, Mix, M> const& memory, caller here) const {
+                 By&& by, gated_delta_net_memory<T, S, Mix, M, rule_of<T>> const& memory, caller here) const {
+        using R = rule_of<T>;
         char const* const where = "gated_delta_net";
         check_rows<T, M>(where, "x", x, rank_memory(by.comm), here);
         check_rows<T, M>(where, "y", y, rank_memory(by.comm), here);
@@ -258,13 +272,14 @@ private:
         auto const made = [&](index_t width) {
             return tensor<T, S, M>::unwritten(sharding(), rank(), width, x.memory(), here);
         };
-        auto projected = made(qkv + 2 * heads), z = made(v), o = made(v);
+        auto projected = made(qkv + 2 * heads), z = made(v);
+        auto o = tensor<R, S, M>::unwritten(sharding(), rank(), v, x.memory(), here);
         detail::operand const conv("conv state", memory.state.conv),
             recurrent("recurrent state", memory.state.recurrent);
         detail::require_apart(where, std::array{detail::operand("y", y.data()), conv, recurrent}, operands(w), here);
         detail::require_apart(where, {conv, recurrent}, {{"x", in}}, here);
         detail::require_apart(where, {{"y", y.data()}}, {{"x", in}}, here, detail::in_place::yes);
-        gated_delta_net_saved<T, S, Mix, M>* const saved = memory.saved;
+        saved_of<T, M>* const saved = memory.saved;
         bool const goes_on = memory.state.conv.data() || memory.state.recurrent.data();
         require(!saved || !goes_on, where, "memory",
                 "states to go on from, or tensors to be saved: there is no backward of a batch that goes on", "both",
@@ -281,20 +296,22 @@ private:
         auto const of_gates = projection_of_gates(w, x.memory(), here);
         by.linear(in, of_gates.view(), projected.data().columns(qkv, 2 * heads));
         by.linear(in, w.in_proj_z, z.data());
-        auto const mix = [&](tensor<T, Mix, M>& local, rows<T> of_o) {
-            mixer_(w, std::as_const(local).view(), sharded<T, Mix, M>(of_o, mixer_.sharding(), rank(), x.memory()),
-                   memory.state, saved, by, here, where);
+        auto const mix = [&](tensor<T, Mix, M>& local, rows<R> of_o) {
+            mixer_.template operator()<T, R>(w, std::as_const(local).view(),
+                                             sharded<R, Mix, M>(of_o, mixer_.sharding(), rank(), x.memory()),
+                                             memory.state, saved, by, here, where);
             if (saved) saved->projected = std::move(local);
         };
         if constexpr (std::same_as<S, Mix>)
             mix(projected, o.data());
         else {
-            using local_tensor = tensor<T, Mix, M>;
-            auto local = local_tensor::unwritten(moves_.there.to, rank(), moves_.there.target_width, x.memory(), here),
-                 mixed = local_tensor::unwritten(moves_.back.from, rank(), moves_.back.source_width, x.memory(), here);
-            detail::exchange_rows(moves_.there, rows<T const>(projected.data()), local.data(), by.comm, here, where);
+            auto const& there = moves_.there;
+            auto const& back = moves_.back;
+            auto local = tensor<T, Mix, M>::unwritten(there.to, rank(), there.target_width, x.memory(), here);
+            auto mixed = tensor<R, Mix, M>::unwritten(back.from, rank(), back.source_width, x.memory(), here);
+            detail::exchange_rows(there, rows<T const>(projected.data()), local.data(), by.comm, here, where);
             mix(local, mixed.data());
-            detail::exchange_rows(moves_.back, rows<T const>(mixed.data()), o.data(), by.comm, here, where);
+            detail::exchange_rows(back, rows<R const>(mixed.data()), o.data(), by.comm, here, where);
         }
         auto normed = made(v);
         normalise(x.memory(), norm(w, o, z), normed.data(), here);
@@ -314,8 +331,9 @@ private:
         }
         return both;
     }
-    template <class T, class M>
-    head_norm<T> norm(gated_delta_net_weights<T> const& w, tensor<T, S, M> const& o, tensor<T, S, M> const& z) const {
+    template <class T, class R, class M>
+    head_norm<T, R> norm(gated_delta_net_weights<T> const& w, tensor<R, S, M> const& o,
+                         tensor<T, S, M> const& z) const {
         return {o.data(), z.data(), w.norm, static_cast<wide<T>>(config().eps), 0};
     }
 

@@ -4,17 +4,24 @@
 
 #include <cpx/ops/gated_delta_net.hpp>
 
+#include <cmath>
+#include <concepts>
+#include <utility>
+
 namespace cpx {
 
 /// What the backward of a gated delta net computes.
 ///
 /// dx: (rows, hidden), written. weights: this rank's share, added to what they hold; `sum_over_ranks` completes them.
-/// `order`: in which order rows are added up there.
+/// `order`: in which order rows are added up there. `gradient_scale`, for a rule of half between rows of bfloat16, else 1:
+/// dO and all gradients within the recurrence are so many times what they stand for, alike on all ranks, so that they
+/// stay within half's range; good is what makes dO of size 1e-2 to 1e2, such as, of a mean over tokens, their number.
 template <class T, any_sharding S, any_memory M>
 struct gated_delta_net_gradients {
     sharded_field<T, S, M> dx;
     gated_delta_net_parameters<typename M::template sum<T>> weights;
     field<sum_order> order = sum_order::by_rank;
+    field<double> gradient_scale = 1.0;
     detail::no_more end = {};
 };
 
@@ -38,6 +45,10 @@ struct gated_delta_net_backward_pass {
         bool const ran = saved.z && saved.o && saved.projected && saved.mixed && saved.gates;
         require(ran && saved.o->sharding() == sharding, where, "saved tensors", "those of the forward",
                 ran ? "those of another sharding" : "none", here);
+        double const scale = to.gradient_scale;
+        bool const others = !std::same_as<T, typename Net::template rule_of<T>>;
+        require(others ? scale > 0 && std::isfinite(static_cast<float>(scale)) : scale == 1, where, "gradient_scale",
+                others ? "above 0" : "1, for the rule is of the weights' elements", scale, here);
         check_saved(where, net.mixer_.states, net.mixer_.template model_of_mixed<T, M>(where), &saved.states, here);
         auto written = net.operands(to.weights), read = net.operands(w);
         written.push_back({"dx", to.dx.data()});
@@ -50,11 +61,12 @@ struct gated_delta_net_backward_pass {
         net.mixer_.check(where, memory, true, read, here);
     }
 
-    template <class T, carry_kind How, any_sharding S, any_sharding Mix, any_memory M, class By>
-    static void run(gated_delta_net<How, S, Mix> const& net, gated_delta_net_weights<T> const& w,
-                    sharded<T const, S, M> const& x, gated_delta_net_saved<T, S, Mix, M>& saved,
-                    sharded<T const, S, M> const& dy, gated_delta_net_gradients<T, S, M> const& to, By&& by,
-                    caller here) {
+    template <class T, carry_kind How, any_sharding S, any_sharding Mix, class Rule, any_memory M, class By>
+    static void
+    run(gated_delta_net<How, S, Mix, Rule> const& net, gated_delta_net_weights<T> const& w,
+        sharded<T const, S, M> const& x, typename gated_delta_net<How, S, Mix, Rule>::template saved_of<T, M>& saved,
+        sharded<T const, S, M> const& dy, gated_delta_net_gradients<T, S, M> const& to, By&& by, caller here) {
+        using R = typename gated_delta_net<How, S, Mix, Rule>::template rule_of<T>;
         check<T>(net, w, x, saved, dy, to, cpx::rank_memory(by.comm), here);
         auto const& config = net.config();
         S const& sharding = net.sharding();
@@ -80,26 +92,35 @@ struct gated_delta_net_backward_pass {
         }
         by.linear_backward_input(dy.data(), w.out_proj, dnormed.data(), false);
         tensor<typename M::template sum<T>, S, M> terms(sharding, rank, config.heads.value_dim, memory, here);
-        normalise_backward(memory, norm, dnormed.data(), dnormed.data(), dz.data(), terms.data(), here);
+        auto dout = [&] { // in dnormed's place, if that has its elements
+            if constexpr (std::same_as<R, T>) {
+                normalise_backward(memory, norm, dnormed.data(), dnormed.data(), dz.data(), terms.data(), here);
+                return std::move(dnormed);
+            } else {
+                auto made = tensor<R, S, M>::unwritten(sharding, rank, v, memory, here);
+                normalise_backward(memory, norm, dnormed.data(), made.data(), dz.data(), terms.data(),
+                                   static_cast<float>(to.gradient_scale), here);
+                return made;
+            }
+        }();
         add_terms(sums, terms, to.weights.norm, here);
 
         auto dprojected = made(qkv + 2 * heads);
-        auto const mix = [&](rows<T> of_o, rows<T> of_x) {
+        auto const mix = [&](rows<R> of_o, rows<T> of_x) {
             Mix const& there = net.mixer_.sharding();
-            net.mixer_.backward(w, std::as_const(*saved.projected).view(), saved,
-                                sharded<T const, Mix, M>(of_o, there, rank, memory),
-                                sharded<T, Mix, M>(of_x, there, rank, memory), to.weights, to.order, by, here,
-                                "gated_delta_net", where);
+            net.mixer_.template backward<T, R>(w, std::as_const(*saved.projected).view(), saved,
+                                               sharded<R const, Mix, M>(of_o, there, rank, memory), to.gradient_scale,
+                                               sharded<T, Mix, M>(of_x, there, rank, memory), to.weights, to.order, by,
+                                               here, "gated_delta_net", where);
         };
         if constexpr (std::same_as<S, Mix>)
-            mix(dnormed.data(), dprojected.data());
+            mix(dout.data(), dprojected.data());
         else {
             auto const& moves = net.moves_;
-            using local_tensor = tensor<T, Mix, M>;
             index_t const width = moves.gradient_there.target_width;
-            auto local = local_tensor::unwritten(moves.gradient_there.to, rank, width, memory, here),
-                 dlocal = local_tensor::unwritten(moves.there.to, rank, saved.projected->width(), memory, here);
-            exchange_rows(moves.gradient_there, rows<T const>(dnormed.data()), local.data(), by.comm, here, where);
+            auto local = tensor<R, Mix, M>::unwritten(moves.gradient_there.to, rank, width, memory, here);
+            auto dlocal = tensor<T, Mix, M>::unwritten(moves.there.to, rank, saved.projected->width(), memory, here);
+            exchange_rows(moves.gradient_there, rows<R const>(dout.data()), local.data(), by.comm, here, where);
             mix(local.data(), dlocal.data());
             exchange_rows(moves.gradient_back, rows<T const>(dlocal.data()), dprojected.data(), by.comm, here, where);
         }
@@ -127,24 +148,29 @@ struct gated_delta_net_backward_pass {
 /// too, with `sum_order::by_row`.
 ///
 /// Throws `cpx::error` on shapes or shardings that do not fit, if `saved` is empty, and what the operators throw.
-template <class T, carry_kind How, any_sharding S, any_sharding Mix, sharded_anywhere X, class Saved,
+template <class T, carry_kind How, any_sharding S, any_sharding Mix, class Rule, sharded_anywhere X, class Saved,
           sharded_like<memory_of<X>> Dy, any_sharding G, class By>
     requires detail::runs_layers<By, memory_of<X>> || (transport<By> && sharded_like<X>)
-void gated_delta_net_backward(gated_delta_net<How, S, Mix> const& net, gated_delta_net_weights<T> const& w, X const& x,
-                              Saved& saved, Dy const& dy, gated_delta_net_gradients<T, G, memory_of<X>> const& to,
-                              By& by, caller here = caller::here()) {
+void gated_delta_net_backward(gated_delta_net<How, S, Mix, Rule> const& net, gated_delta_net_weights<T> const& w,
+                              X const& x, Saved& saved, Dy const& dy,
+                              gated_delta_net_gradients<T, G, memory_of<X>> const& to, By& by,
+                              caller here = caller::here()) {
     using M = memory_of<X>;
     constexpr bool fits = detail::sharded_as<S, X, Dy> && std::same_as<G, S>;
-    constexpr bool own = std::same_as<Saved, gated_delta_net_saved<T, S, Mix, M>>;
+    constexpr bool own = std::same_as<Saved, typename gated_delta_net<How, S, Mix, Rule>::template saved_of<T, M>>;
     constexpr bool same = std::same_as<element_of<X>, T> && std::same_as<element_of<Dy>, T>;
     static_assert(fits, "cpx: gated_delta_net_backward of tensors or gradients that are not sharded as the layer; "
                         "relayout them first, or make the layer with x.sharding()");
     static_assert(!fits || own,
                   "cpx: gated_delta_net_backward of what another layer saved; give it the layer's saved_of<T>");
+    constexpr bool between =
+        detail::rule_between<M, typename gated_delta_net<How, S, Mix, Rule>::template rule_of<T>, T>;
     static_assert(!fits || !own || same, "cpx: gated_delta_net_backward wants x and dy of the weights' elements");
-    if constexpr (fits && own && same)
-        detail::gated_delta_net_backward_pass::run<T, How, S, Mix, M>(net, w, x.view(), saved, dy.view(), to,
-                                                                      detail::layers_of<T>(by), here);
+    static_assert(!fits || !own || !same || between,
+                  "cpx: gated_delta_net_backward whose rule has other elements than its weights, see gated_delta_net");
+    if constexpr (fits && own && same && between)
+        detail::gated_delta_net_backward_pass::run<T, How, S, Mix, Rule, M>(net, w, x.view(), saved, dy.view(), to,
+                                                                            detail::layers_of<T>(by), here);
 }
 template <class X = detail::any>
 detail::refused gated_delta_net_backward(X const& = {}, detail::any = {}, detail::any = {}, detail::any = {},

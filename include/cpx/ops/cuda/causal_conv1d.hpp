@@ -38,6 +38,7 @@ inline constexpr bool convolves_by<cuda::memory, Comm> = true;
 /// On devices heads are normalised by vectors of 16 bytes, whatever a rank holds and wherever its rows begin.
 template <>
 struct normalising_convolution<cuda::memory> {
+    static constexpr bool ever = true;
     /// Whether heads of `dim` channels are, before heads of `others`.
     template <class T>
     static constexpr bool fits(index_t taps, index_t dim, index_t others) {
@@ -146,8 +147,8 @@ void with_exchange(call_of_exchange<T, S> call, cuda::state_exchange& layers, ca
 }
 
 /// Runs a convolution of tensors on devices of which all fits. by: a communicator, or a `cuda::state_exchange`.
-template <class T, any_sharding S, carries_states By>
-void convolve(convolution<T, S, cuda::memory> const& of, By& prepared, caller here) {
+template <class T, any_sharding S, class Y, carries_states By>
+void convolve(convolution<T, S, cuda::memory, Y> const& of, By& prepared, caller here) {
     cuda::memory const memory = prepared.memory();
     rows<T const> const initial = of.states.initial;
     rows<T> const final = of.states.final;
@@ -168,11 +169,11 @@ void convolve(convolution<T, S, cuda::memory> const& of, By& prepared, caller he
             run_convolution(cuda::detail::device_convolution<T, S, T, std::remove_cvref_t<decltype(y)>>{by, given, y},
                             here);
         };
-        if (heads) {
-            auto const parts = in_parts<T>(of.y.data(), of.heads);
+        if (heads || !std::same_as<Y, T>) {
+            auto const parts = in_parts<Y>(of.y.data(), of.heads);
             cuda::detail::check_convolution(given, by.plan(), parts, here);
             run(parts);
-        } else {
+        } else if constexpr (std::same_as<Y, T>) {
             run(of.y.data());
         }
         auto const list = final.data() && x.width() > 0 ? newest_rows(of.plan) : std::vector<index_t>();
@@ -184,25 +185,27 @@ void convolve(convolution<T, S, cuda::memory> const& of, By& prepared, caller he
 }
 
 /// Adds the terms of whole sequences, of which x and dy have some channels, in their order.
-template <class T, any_sharding S>
-void add_in_order(convolution_backward<T, S, cuda::memory> const& to, rows<T const> x, rows<T const> dy, caller here) {
+template <class T, any_sharding S, class Y>
+void add_in_order(convolution_backward<T, S, cuda::memory, Y> const& to, rows<T const> x, rows<Y const> dy,
+                  caller here) {
     thd const& batch = to.x.sharding().batch();
     auto const offsets = cuda::numbers_on_device(to.x.memory(), batch.offsets(), here);
-    kernels::conv_weight_sums<T> const sum{x,
-                                           dy,
-                                           to.weight,
-                                           to.bias.empty() ? nullptr : to.bias.data(),
-                                           to.act == activation::silu,
-                                           offsets.data(),
-                                           batch.sequences(),
-                                           to.dweight,
-                                           to.dbias.empty() ? nullptr : to.dbias.data()};
+    kernels::conv_weight_sums<T, Y> const sum{x,
+                                              dy,
+                                              to.weight,
+                                              to.bias.empty() ? nullptr : to.bias.data(),
+                                              to.act == activation::silu,
+                                              offsets.data(),
+                                              batch.sequences(),
+                                              to.dweight,
+                                              to.dbias.empty() ? nullptr : to.dbias.data(),
+                                              1 / to.gradient_scale};
     for_each_element(to.x.memory(), x.width(), to.weight.width() + (to.dbias.empty() ? 0 : 1), sum, here);
 }
 
 /// Runs the rest of a backward of tensors on devices of which all fits.
-template <class T, any_sharding S, carries_states By, class F>
-void convolve_backward_by_rank(convolution_backward<T, S, cuda::memory> const& to, By& prepared, caller here,
+template <class T, any_sharding S, class Y, carries_states By, class F>
+void convolve_backward_by_rank(convolution_backward<T, S, cuda::memory, Y> const& to, By& prepared, caller here,
                                F&& more) {
     cuda::memory const memory = prepared.memory();
     bool const heads = to.heads.channels > 0;
@@ -218,12 +221,13 @@ void convolve_backward_by_rank(convolution_backward<T, S, cuda::memory> const& t
             using convolution = cuda::detail::device_convolution_backward<T, S, T, std::remove_cvref_t<decltype(dy)>>;
             run_convolution_backward(convolution{by, given, dy, sums}, here, [] {});
         };
-        if (heads) {
-            auto const parts = in_parts<T const>(to.dy.data(), to.heads);
+        if (heads || !std::same_as<Y, T>) {
+            auto parts = in_parts<Y const>(to.dy.data(), to.heads);
+            parts.gradient_scale = to.gradient_scale;
             cuda::detail::check_backward(given, by.plan(), parts, sums, here);
             run(parts);
             dx.put();
-        } else {
+        } else if constexpr (std::same_as<Y, T>) {
             run(rows<T const>(to.dy.data()));
         }
     });

@@ -86,6 +86,9 @@ template <carries_states By>
 inline constexpr bool carries_rule<cuda::memory, By> = true;
 template <class T>
 inline constexpr bool rules_on<cuda::memory, T> = cuda::gpu_number<T>;
+template <class R, class T>
+inline constexpr bool rule_between<cuda::memory, R, T> =
+    cuda::gpu_number<T> && (std::same_as<R, T> || (std::same_as<T, __nv_bfloat16> && std::same_as<R, __half>));
 
 template <carry_kind How, any_sharding S>
 void check_rule_in(cuda::memory const& memory, char const* where, gated_delta const& r, carry_plan<How, S> const& plan,

@@ -40,16 +40,18 @@ struct delta_gates {
         beta(row, h) = sigmoid(widen(b(row, h)));
     }
 };
-/// Their gradients. terms: (rows, 2 * heads), those of A_log, then those of dt_bias.
+/// Their gradients. terms: (rows, 2 * heads), those of A_log, then those of dt_bias. dg and dbeta may be `scale` times
+/// what they stand for.
 template <class T>
 struct delta_gates_backward {
     rows<T const> b, a;
     rows<wide<T> const> A_log, dt_bias, dg, dbeta;
     rows<T> db, da;
     rows<wide<T>> terms;
+    wide<T> scale = 1;
     CPX_HOST_DEVICE void operator()(index_t row, index_t h) const {
-        auto const of = delta_rule_gate_backward(widen(a(row, h)), A_log(h, 0), dt_bias(h, 0), dg(row, h));
-        db(row, h) = static_cast<T>(sigmoid_backward(widen(b(row, h)), dbeta(row, h)));
+        auto const of = delta_rule_gate_backward(widen(a(row, h)), A_log(h, 0), dt_bias(h, 0), dg(row, h) / scale);
+        db(row, h) = static_cast<T>(sigmoid_backward(widen(b(row, h)), dbeta(row, h) / scale));
         da(row, h) = static_cast<T>(of.a);
         terms(row, h) = of.a_log;
         terms(row, dg.width() + h) = of.dt_bias;

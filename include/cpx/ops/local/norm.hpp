@@ -214,11 +214,11 @@ detail::refused gated_rms_norm_backward(X&&...) {
 }
 
 /// A norm of heads as wide as the weight, in any memory: `rms_norm`, or with z `gated_rms_norm`, whose gain has no
-/// offset.
-template <class T>
+/// offset. X: the elements of x; on devices perhaps others than those of all else, see `cuda::norm_input`.
+template <class T, class X = T>
 struct head_norm {
-    rows<T const> x, z;   ///< (rows, heads * weight.width()); z may be empty
-    rows<T const> weight; ///< (1, channels of a head)
+    rows<X const> x;         ///< (rows, heads * weight.width())
+    rows<T const> z, weight; ///< as x, or empty; (1, channels of a head)
     wide<T> eps, gain_offset;
 
     std::span<T const> gain() const { return {weight.data(), static_cast<std::size_t>(weight.width())}; }
@@ -228,8 +228,8 @@ namespace detail {
 
 template <class X>
 inline constexpr bool is_head_norm = false;
-template <class T>
-inline constexpr bool is_head_norm<head_norm<T>> = true;
+template <class T, class X>
+inline constexpr bool is_head_norm<head_norm<T, X>> = true;
 
 } // namespace detail
 
