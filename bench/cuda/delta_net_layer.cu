@@ -283,9 +283,11 @@ private:
     cpx::delta_rule_saved<Rule, gpu::memory> saved_;
 };
 
-/// The same layer by the operator `gated_delta_net`, which asks this for its products.
-template <cpx::carry_kind How, cpx::any_sharding S>
+/// The same layer by the operator `gated_delta_net`, which asks this for its products. Rule: the elements of its rule.
+template <class Rule, cpx::carry_kind How, cpx::any_sharding S>
 class one_operator {
+    using net = cpx::gated_delta_net<How, S, S, Rule>;
+
 public:
     gpu::communicator& comm;
 
@@ -338,10 +340,10 @@ private:
 
     static constexpr index_t all = (projected + 2 * values) * hidden + qkv * taps + 2 * value_heads + dim;
     S where_;
-    cpx::gated_delta_net<How, S> net_;
+    net net_;
     gpu::state_exchange states_;
     product::product<element> times_;
-    typename cpx::gated_delta_net<How, S>::template saved_of<element, gpu::memory> saved_;
+    typename net::template saved_of<element, gpu::memory> saved_;
     gpu::buffer<element> const weights_ = timing::random<element>(all, 1, -0.04f, 0.04f);
     gpu::buffer<float> const gates_ = timing::random<float>(all, 5, -1, 1), sums_{all};
 };
@@ -394,6 +396,14 @@ void run(char const* name, S const& where, Mix const& mix, cpx::nccl& ranks, boo
     });
 }
 
+/// The same of `one_operator`, in place, by serial.
+template <class Rule, class S>
+void run_operator(char const* name, S const& where, cpx::nccl& ranks) {
+    time_layer(name, where, ranks, [&](gpu::communicator& comm) {
+        return std::make_unique<one_operator<Rule, cpx::serial, S>>(where, comm);
+    });
+}
+
 std::string measure(int rank, int count) {
     auto const ranks = cpx::nccl::from_environment(std::chrono::minutes(1));
     if (rank == 0 && count == 1)
@@ -410,9 +420,8 @@ std::string measure(int rank, int count) {
     run<element, cpx::serial>("in place, serial", where, where, *ranks);
     run<element, cpx::serial>("the same, inverses kept", where, where, *ranks, true);
     run<__half, cpx::serial>("in place, serial, the rule in half", where, where, *ranks);
-    time_layer("gated_delta_net, serial", where, *ranks, [&](gpu::communicator& comm) {
-        return std::make_unique<one_operator<cpx::serial, std::remove_cvref_t<decltype(where)>>>(where, comm);
-    });
+    run_operator<element>("gated_delta_net, serial", where, *ranks);
+    run_operator<__half>("gated_delta_net, the rule in half", where, *ranks);
     if (count == 1) return "";
     run<element, cpx::scan>("in place, scan", where, where, *ranks);
     run<element, cpx::serial>("every row on every rank", where, everywhere, *ranks);

@@ -16,6 +16,7 @@ template <class T>
 class host_rank : public cpx::host_products<T> {
 public:
     using element = T;
+    using finer_rule = void; ///< the elements that a delta rule may have in their place
     using memory_type = cpx::host_memory;
 
     /// The group of neighbouring ranks that shares the experts.

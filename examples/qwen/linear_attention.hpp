@@ -19,16 +19,17 @@ inline cpx::gated_delta_net_config delta_net_config(cpx::hf_config const& c, ind
             *c.rms_norm_eps};
 }
 
-/// Returns the net of rows on `where`, whose recurrence runs on `mix`: there, or by heads.
-template <class How, class S>
+/// Returns the net of rows on `where`, whose recurrence runs on `mix`: there, or by heads; of elements Rule, void for
+/// those of rows.
+template <class Rule, class How, class S>
 auto delta_net_of(How, S const&, S const& mix, int rank, cpx::gated_delta_net_config const& config) {
-    return cpx::gated_delta_net(cpx::carry<How>(mix, rank), config);
+    return cpx::gated_delta_net<How, S, S, Rule>(cpx::carry<How>(mix, rank), config);
 }
-template <class How, class S, class Mix>
+template <class Rule, class How, class S, class Mix>
 auto delta_net_of(How, S const& where, Mix const& mix, int rank, cpx::gated_delta_net_config const& config) {
     Mix const output(mix.ranks(), mix.batch(), config.output_sections());
-    return cpx::gated_delta_net(cpx::carry<How>(mix, rank), relayout(where, mix, rank), relayout(output, where, rank),
-                                config);
+    return cpx::gated_delta_net<How, S, Mix, Rule>(cpx::carry<How>(mix, rank), relayout(where, mix, rank),
+                                                   relayout(output, where, rank), config);
 }
 
 /// h + linear_attention(norm(h)) by a `cpx::gated_delta_net`, made once a batch, for all layers.
@@ -57,7 +58,11 @@ public:
             auto const to =
                 parameters<W>(layer, [this](std::string const& name, cpx::rows<W>& sum) { sum = at_.grads.of(name); });
             auto const order = at_.sums(net_.sharding()).order();
-            cpx::gated_delta_net_gradients<T, typename Net::sharding_type, M> const all{x->grad(), to, order};
+            // The loss is a mean over tokens, so that gradients are as small as there are many of these.
+            double const scale = std::same_as<typename Net::template rule_of<T>, T>
+                                     ? 1
+                                     : static_cast<double>(net_.sharding().batch().tokens());
+            cpx::gated_delta_net_gradients<T, typename Net::sharding_type, M> const all{x->grad(), to, order, scale};
             gated_delta_net_backward(net_, weights(), x->view(), *saved, y->grad(), all, at_.rank);
         });
         return at_.sum(h, y);

@@ -22,7 +22,7 @@ namespace {
 
 struct options {
     std::string model, reference, ranks = "4", device = "cpu", dtype, attention, linear, carry, cut, chunk = "64",
-                                  features = "by_item", products = "cublas", experts_over = "1";
+                                  features = "by_item", products = "cublas", rule, experts_over = "1";
     bool json = false, backward = false, all = false;
 
     bool on_gpus() const { return device == "cuda"; }
@@ -37,6 +37,7 @@ void complete(examples::command_line const& app, options& o) {
     require_one_of(o.dtype, {"float64", "float32", "bfloat16"}, "--dtype", "type");
     require_one_of(o.features, {"by_item", "replicated"}, "--features", "ranks of features");
     require_one_of(o.products, {"cublas", "fixed"}, "--products", "products");
+    require_one_of(o.rule, {"bfloat16", "half"}, "--rule", "elements");
     require_one_of(o.attention, attentions, "--attention", "value");
     require_one_of(o.carry, carries, "--carry", "value");
     if (o.dtype.empty()) o.dtype = o.on_gpus() ? "float32" : "float64";
@@ -50,6 +51,7 @@ void complete(examples::command_line const& app, options& o) {
     bool const has = o.dtype == "float32" || o.dtype == (o.on_gpus() ? "bfloat16" : "float64");
     cpx::require(has, "--dtype", ("type with --device " + o.device).c_str(),
                  o.on_gpus() ? "float32 or bfloat16" : "float64 or float32", cpx::quote(o.dtype));
+    app.require_effect("--rule", o.dtype == "bfloat16", "--dtype bfloat16", o.dtype);
     if (!o.on_gpus()) return;
     app.require_effect("--chunk", false, "--device cpu", "cuda, whose chunks are 64 tokens");
 }
@@ -153,9 +155,10 @@ std::vector<qwen::strategy> choose(options const& o) {
              open(o.linear, {"sequential", "sequential:batch", "zigzag", "striped", "head_sharded"}))
             for (auto const& carry : open(o.carry, carries))
                 for (auto const& cut : open(o.cut, {"balanced", "aligned:" + o.chunk})) {
-                    qwen::strategy const s{
-                        attention == "gather" ? qwen::attention_by::gather : qwen::attention_by::heads,
-                        examples::parse_sharding(linear, "--linear"), carry == "serial", examples::parse_cut(cut)};
+                    qwen::strategy const s{attention == "gather" ? qwen::attention_by::gather
+                                                                 : qwen::attention_by::heads,
+                                           examples::parse_sharding(linear, "--linear"), carry == "serial",
+                                           examples::parse_cut(cut), o.rule == "half"};
                     cpx::require(s.linear.name != "replicated" && s.linear.name != "table", "--linear", "sharding",
                                  "sequential, zigzag, striped or head_sharded", cpx::quote(linear));
                     bool const again =
@@ -309,6 +312,7 @@ void print_json(std::vector<report> const& reports, int ranks, options const& o,
         if (o.on_gpus())
             item["kernels"] = {{"full_attention", r.outcome.kernels.attention()},
                                {"linear_attention", r.outcome.kernels.delta_rule()}};
+        if (!o.rule.empty()) item["rule"] = o.rule;
         if (r.positions) item["position_ids_equal"] = r.outcome.positions_equal;
         list.push_back(std::move(item));
     }
@@ -316,8 +320,8 @@ void print_json(std::vector<report> const& reports, int ranks, options const& o,
 }
 
 void print_table(std::vector<report> const& reports, int ranks, options const& o, cpx::index_t element) {
-    std::printf("%d %s in %s: |delta log-probability| to the reference and to one rank, and what moved\n\n", ranks,
-                o.on_gpus() ? "GPUs" : "ranks", o.dtype.c_str());
+    std::printf("%d %s in %s%s: |delta log-probability| to the reference and to one rank, and what moved\n\n", ranks,
+                o.on_gpus() ? "GPUs" : "ranks", o.dtype.c_str(), o.rule == "half" ? ", the delta rule in half" : "");
     char const* const header = "%-12s %-16s %-6s %-10s %8s %8s %9s %8s %6s %6s %6s %6s %7s %7s %7s";
     std::printf(header, "", "", "", "", "max", "max to", "", "loss", "imbal-", "rows", "lower", "all-", "KiB", "all-",
                 "state");
@@ -394,6 +398,8 @@ int main(int argc, char** argv) {
     app.option("--products", o.products,
                "on GPUs: cublas, with attention in bfloat16 by cuDNN where the program has it and it serves; or fixed, "
                "by plain kernels that make exact strategies bitwise those of one GPU");
+    app.option("--rule", o.rule,
+               "elements of the gated delta rule with --dtype bfloat16: bfloat16, or half, which has three bits more");
     app.option("--attention", o.attention, "gather (keys and values) or head_sharded");
     app.option("--linear", o.linear,
                "sequential, sequential:batch, zigzag, striped or head_sharded; left out: all of them; a model "

@@ -17,6 +17,7 @@ struct strategy {
     examples::sharding_spec linear = {}; ///< of linear attention; named "none" where no layer has it
     bool serial = false;
     examples::cut_spec cut = {};
+    bool rule_in_half = false; ///< between rows of bfloat16
 
     /// Returns whether the recurrence runs by heads; then there is no carry and no cut.
     bool by_heads() const { return linear.name == "head_sharded"; }

@@ -7,6 +7,8 @@
 
 #include <cpx/transport/gather.hpp>
 
+#include <type_traits>
+
 namespace qwen {
 
 /// How layers of linear attention are made, and whether their results are bitwise those of one rank.
@@ -24,8 +26,13 @@ linear_choice<R> choose_linear(strategy const& how, entry_sharding const& entry,
     return with_linear(how, entry, net.sections(),
                        [&]<class How, class Linear, class Mix>(How carry, Linear const& linear, Mix const& mix) {
                            auto const make = [=](tape<R>& at) -> linear_layers<R> {
-                               return layers_on(at, entry, linear,
-                                                delta_net_of(carry, linear, mix, at.rank.rank(), net));
+                               auto const layers = [&]<class Rule>(std::type_identity<Rule>) -> linear_layers<R> {
+                                   return layers_on(at, entry, linear,
+                                                    delta_net_of<Rule>(carry, linear, mix, at.rank.rank(), net));
+                               };
+                               if constexpr (!std::is_void_v<typename R::finer_rule>)
+                                   if (how.rule_in_half) return layers(std::type_identity<typename R::finer_rule>());
+                               return layers(std::type_identity<void>());
                            };
                            return linear_choice<R>{make, cpx::is_exact<How>(mix, net.chunk)};
                        });

@@ -342,6 +342,8 @@ TEST_SUITE("examples") {
         for (arguments const& choice : {arguments{"--carry", "scan"}, arguments{"--cut", "balanced"}})
             check_refusal(tiny + arguments{"--linear", "head_sharded"} + choice, {choice[0] + ": no effect: expected"});
         check_refusal(tiny + arguments{"--products", "fixed"}, {"--products: no effect: expected --device cuda"});
+        check_refusal(tiny + arguments{"--rule", "half"},
+                      {"--rule: no effect: expected --dtype bfloat16, got float64"});
     }
 
     TEST_CASE("what GPUs cannot do is refused before they are looked for, and so are more ranks than there are GPUs") {
@@ -350,7 +352,9 @@ TEST_SUITE("examples") {
                  {{"--dtype", "float64"}, {"--dtype", "with --device cuda", "float32 or bfloat16", "\"float64\""}},
                  {{"--linear", "head_sharded", "--carry", "scan"}, {"--carry: no effect", "head_sharded"}},
                  {{"--chunk", "64"}, {"--chunk: no effect", "cuda"}},
-                 {{"--products", "exact"}, {"--products", "cublas or fixed", "\"exact\""}}})
+                 {{"--products", "exact"}, {"--products", "cublas or fixed", "\"exact\""}},
+                 {{"--rule", "float"}, {"--rule", "bfloat16 or half", "\"float\""}},
+                 {{"--rule", "half"}, {"--rule: no effect", "--dtype bfloat16", "float32"}}})
             check_refusal(tiny + cuda + options, arguments{"qwen: "} + passages);
         // "at least 1, got 0" without a GPU, "at most the GPUs found" with some, "built for GPUs" without nvcc
         check_refusal(on(data, reference, "256") + cuda, {"qwen: ", "--", "GPUs", "expected", "got"});

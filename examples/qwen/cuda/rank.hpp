@@ -90,6 +90,7 @@ template <class T>
 class gpu_rank {
 public:
     using element = T;
+    using finer_rule = std::conditional_t<std::same_as<T, __nv_bfloat16>, __half, void>;
     using memory_type = cpx::cuda::memory;
     using neighbours_type = ending_communicator;
     using rows = cpx::rows<T>;

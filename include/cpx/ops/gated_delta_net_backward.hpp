@@ -97,10 +97,11 @@ struct gated_delta_net_backward_pass {
                 normalise_backward(memory, norm, dnormed.data(), dnormed.data(), dz.data(), terms.data(), here);
                 return std::move(dnormed);
             } else {
-                auto made = tensor<R, S, M>::unwritten(sharding, rank, v, memory, here);
-                normalise_backward(memory, norm, dnormed.data(), made.data(), dz.data(), terms.data(),
+                auto const given = std::move(dnormed); // no longer than here
+                auto own = tensor<R, S, M>::unwritten(sharding, rank, v, memory, here);
+                normalise_backward(memory, norm, given.data(), own.data(), dz.data(), terms.data(),
                                    static_cast<float>(to.gradient_scale), here);
-                return made;
+                return own;
             }
         }();
         add_terms(sums, terms, to.weights.norm, here);
