@@ -283,17 +283,16 @@ private:
     cpx::delta_rule_saved<Rule, gpu::memory> saved_;
 };
 
-/// The same layer by the operator `gated_delta_net`, which asks this for its products. Rule: the elements of its rule.
-template <class Rule, cpx::carry_kind How, cpx::any_sharding S>
+/// The same layer by the operator `gated_delta_net`, of type Net, which asks this for its products.
+template <class Net>
 class one_operator {
-    using net = cpx::gated_delta_net<How, S, S, Rule>;
+    using S = typename Net::sharding_type;
 
 public:
     gpu::communicator& comm;
 
-    one_operator(S const& where, gpu::communicator& by)
-        : comm(by), where_(where), net_(cpx::carry<How>(where, by.rank()), config()), states_(by),
-          times_(by.stream(), false) {}
+    one_operator(Net const& net, gpu::communicator& by)
+        : comm(by), where_(net.sharding()), net_(net), states_(by), times_(by.stream(), false) {}
     gpu::state_exchange& carrier() { return states_; }
     void ended(auto const&...) const {}
     void ended_states(auto const&...) const {}
@@ -320,7 +319,7 @@ public:
         auto dx = comm.memory().template room<element>(x.count() * hidden);
         cpx::gated_delta_net_gradients<element, S, gpu::memory> const to{
             tensor(rows<element>(dx.data(), x.count(), hidden)),
-            harness::net_parameters(sums_.data(), sums_.data(), config())};
+            harness::net_parameters(sums_.data(), sums_.data(), net_.config())};
         watch.begin();
         gated_delta_net_backward(net_, weights(), tensor(x), saved_, tensor(dy), to, *this);
         saved_ = {};
@@ -329,21 +328,20 @@ public:
     }
 
 private:
-    static cpx::gated_delta_net_config config() { return {hidden, {key_heads, value_heads, dim, dim}, taps}; }
     template <class T>
     cpx::sharded<T, S, gpu::memory> tensor(rows<T> r) const {
         return {r, where_, comm.rank(), comm.memory()};
     }
     cpx::gated_delta_net_weights<element> weights() const {
-        return harness::net_parameters<element const>(weights_.data(), gates_.data(), config());
+        return harness::net_parameters<element const>(weights_.data(), gates_.data(), net_.config());
     }
 
     static constexpr index_t all = (projected + 2 * values) * hidden + qkv * taps + 2 * value_heads + dim;
     S where_;
-    net net_;
+    Net net_;
     gpu::state_exchange states_;
     product::product<element> times_;
-    typename net::template saved_of<element, gpu::memory> saved_;
+    typename Net::template saved_of<element, gpu::memory> saved_;
     gpu::buffer<element> const weights_ = timing::random<element>(all, 1, -0.04f, 0.04f);
     gpu::buffer<float> const gates_ = timing::random<float>(all, 5, -1, 1), sums_{all};
 };
@@ -396,11 +394,12 @@ void run(char const* name, S const& where, Mix const& mix, cpx::nccl& ranks, boo
     });
 }
 
-/// The same of `one_operator`, in place, by serial.
-template <class Rule, class S>
-void run_operator(char const* name, S const& where, cpx::nccl& ranks) {
+/// The same of an operator, which `make(rank)` returns.
+template <class S, class Make>
+void run_operator(char const* name, S const& where, cpx::nccl& ranks, Make const& make) {
     time_layer(name, where, ranks, [&](gpu::communicator& comm) {
-        return std::make_unique<one_operator<Rule, cpx::serial, S>>(where, comm);
+        auto const net = make(comm.rank());
+        return std::make_unique<one_operator<std::remove_const_t<decltype(net)>>>(net, comm);
     });
 }
 
@@ -420,9 +419,20 @@ std::string measure(int rank, int count) {
     run<element, cpx::serial>("in place, serial", where, where, *ranks);
     run<element, cpx::serial>("the same, inverses kept", where, where, *ranks, true);
     run<__half, cpx::serial>("in place, serial, the rule in half", where, where, *ranks);
-    run_operator<element>("gated_delta_net, serial", where, *ranks);
-    run_operator<__half>("gated_delta_net, the rule in half", where, *ranks);
+    using S = std::remove_const_t<decltype(where)>;
+    cpx::gated_delta_net_config const config{hidden, {key_heads, value_heads, dim, dim}, taps};
+    run_operator("gated_delta_net, serial", where, *ranks,
+                 [&](int own) { return cpx::gated_delta_net(cpx::carry<cpx::serial>(where, own), config); });
+    run_operator("gated_delta_net, the rule in half", where, *ranks, [&](int own) {
+        return cpx::gated_delta_net<cpx::serial, S, S, __half>(cpx::carry<cpx::serial>(where, own), config);
+    });
     if (count == 1) return "";
+    using by_heads = cpx::head_sharded<>;
+    by_heads const mix(count, batch, config.sections()), output(count, batch, config.output_sections());
+    run_operator("gated_delta_net, by heads", where, *ranks, [&](int own) {
+        return cpx::gated_delta_net(cpx::carry<cpx::serial>(mix, own), relayout(where, mix, own),
+                                    relayout(output, where, own), config);
+    });
     run<element, cpx::scan>("in place, scan", where, where, *ranks);
     run<element, cpx::serial>("every row on every rank", where, everywhere, *ranks);
     return "";

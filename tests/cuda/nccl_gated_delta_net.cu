@@ -493,30 +493,49 @@ TEST_SUITE("cuda") {
         group gpus(2);
         gpus.run([&](cpx::nccl& comm, auto const& meet) {
             cpx::cuda::stream const stream;
+            std::uint64_t seed = 20;
+            // `make(sharding, config)` returns a layer.
+            auto const check = [&](on_gpu<float>& by, std::vector<index_t> const& list,
+                                   cpx::gated_delta_net_config const& config, auto const& make) {
+                auto const p = reference::random_layer<float>(support::lengths(list), config, true, ++seed);
+                support::splitmix numbers(seed);
+                auto const dy = on_ranks::uniform<float>(numbers, std::ssize(p.x), 1);
+                by_tokens const sharding = cpx::shard(p.batch, cpx::zigzag<>(2));
+                auto const net = make(sharding, config);
+                for (cpx::sum_order const order : {cpx::sum_order::by_rank, cpx::sum_order::by_row}) {
+                    auto const got = run_layer(by, net, p, dy, sharding, {order});
+                    {
+                        on_gpu<float> alone(comm, stream, meet);
+                        cpx::require(got == run_layer(alone, net, p, dy, sharding, {order}), "test", "results",
+                                     "those of a layer of its own", "others");
+                    }
+                    meet();
+                }
+            };
+            std::vector<std::vector<index_t>> const batches{{3}, {40, 24, 9},      {30, 7},    {30, 7},
+                                                            {},  {1, 0, 3, 2, 66}, {40, 24, 9}};
             for (cpx::delta_rule_heads const& heads :
                  {cpx::delta_rule_heads{2, 4, 32, 16}, {1, 1, 32, 16}}) { // of these a row of q to a is 328 bytes
                 on_gpu<float> by(comm, stream, meet, {80, 5});
-                std::uint64_t seed = 20;
-                for (auto const& list : std::vector<std::vector<index_t>>{
-                         {3}, {40, 24, 9}, {30, 7}, {30, 7}, {}, {1, 0, 3, 2, 66}, {40, 24, 9}})
-                    for (index_t const taps : {4, 2}) {
-                        cpx::gated_delta_net_config const config{24, heads, taps, 64, 1e-6};
-                        auto const p = reference::random_layer<float>(support::lengths(list), config, true, ++seed);
-                        support::splitmix numbers(seed);
-                        auto const dy = on_ranks::uniform<float>(numbers, std::ssize(p.x), 1);
-                        by_tokens const sharding = cpx::shard(p.batch, cpx::zigzag<>(2));
-                        cpx::gated_delta_net const net(cpx::carry<cpx::scan>(sharding, comm.rank()), config);
-                        for (cpx::sum_order const order : {cpx::sum_order::by_rank, cpx::sum_order::by_row}) {
-                            auto const got = run_layer(by, net, p, dy, sharding, {order});
-                            {
-                                on_gpu<float> alone(comm, stream, meet);
-                                cpx::require(got == run_layer(alone, net, p, dy, sharding, {order}), "test", "results",
-                                             "those of a layer of its own", "others");
-                            }
-                            meet();
-                        }
-                    }
+                for (auto const& list : batches)
+                    for (index_t const taps : {4, 2})
+                        check(by, list, {24, heads, taps, 64, 1e-6},
+                              [&](by_tokens const& sharding, auto const& config) {
+                                  return cpx::gated_delta_net(cpx::carry<cpx::scan>(sharding, comm.rank()), config);
+                              });
             }
+            using by_heads = cpx::head_sharded<>;
+            on_gpu<float> by(comm, stream, meet);
+            for (auto const& list : batches)
+                for (cpx::delta_rule_heads const& heads :
+                     {cpx::delta_rule_heads{2, 4, 32, 16}, {2, 2, 32, 32}, {4, 4, 16, 16}})
+                    check(by, list, {24, heads, 4, 64, 1e-6}, [&](by_tokens const& sharding, auto const& config) {
+                        by_heads const mix(2, sharding.batch(), config.sections()),
+                            back(2, sharding.batch(), config.output_sections());
+                        return cpx::gated_delta_net(cpx::carry<cpx::serial>(mix, comm.rank()),
+                                                    relayout(sharding, mix, comm.rank()),
+                                                    relayout(back, sharding, comm.rank()), config);
+                    });
             meet();
         });
     }

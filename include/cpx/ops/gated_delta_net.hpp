@@ -4,6 +4,7 @@
 
 #include <cpx/layout/head_sharded.hpp>
 #include <cpx/ops/gated_delta_mixer.hpp>
+#include <cpx/ops/layer_move.hpp>
 #include <cpx/ops/local/linear.hpp>
 #include <cpx/ops/local/norm.hpp>
 
@@ -194,7 +195,7 @@ public:
     /// `by`: a transport of the host; or, of tensors in any memory, what the layer runs on: `comm`, their communicator,
     /// `carrier()`, by which states are carried, and what `host_products` has; its `ended` are called when an operator
     /// has exchanged, with what a forward's has sent. On devices `carrier()` is the communicator, or a
-    /// `cuda::state_exchange`: with one, calls in place but the first only enqueue work, unless they go on from states
+    /// `cuda::state_exchange`: with one, calls but the first of a batch only enqueue work, unless they go on from states
     /// or add up in the order of the batch.
     /// `memory`: states to go on from, for decoding, and what the backward needs, see `gated_delta_net_backward`.
     /// Throws `cpx::error` on shapes or shardings that do not fit and on memory that overlaps in another way, and what
@@ -309,9 +310,9 @@ private:
             auto const& back = moves_.back;
             auto local = tensor<T, Mix, M>::unwritten(there.to, rank(), there.target_width, x.memory(), here);
             auto mixed = tensor<R, Mix, M>::unwritten(back.from, rank(), back.source_width, x.memory(), here);
-            detail::exchange_rows(there, rows<T const>(projected.data()), local.data(), by.comm, here, where);
+            run_move(detail::layer_move<T, S, Mix, M>{there, projected.view(), local.view(), where}, by, here);
             mix(local, mixed.data());
-            detail::exchange_rows(back, rows<R const>(mixed.data()), o.data(), by.comm, here, where);
+            run_move(detail::layer_move<R, Mix, S, M>{back, mixed.view(), o.view(), where}, by, here);
         }
         auto normed = made(v);
         normalise(x.memory(), norm(w, o, z), normed.data(), here);

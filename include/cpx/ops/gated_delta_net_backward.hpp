@@ -121,9 +121,9 @@ struct gated_delta_net_backward_pass {
             index_t const width = moves.gradient_there.target_width;
             auto local = tensor<R, Mix, M>::unwritten(moves.gradient_there.to, rank, width, memory, here);
             auto dlocal = tensor<T, Mix, M>::unwritten(moves.there.to, rank, saved.projected->width(), memory, here);
-            exchange_rows(moves.gradient_there, rows<R const>(dout.data()), local.data(), by.comm, here, where);
+            run_move(layer_move<R, S, Mix, M>{moves.gradient_there, dout.view(), local.view(), where}, by, here);
             mix(local.data(), dlocal.data());
-            exchange_rows(moves.gradient_back, rows<T const>(dlocal.data()), dprojected.data(), by.comm, here, where);
+            run_move(layer_move<T, Mix, S, M>{moves.gradient_back, dlocal.view(), dprojected.view(), where}, by, here);
         }
 
         rows<T const> const d = dprojected.data(), of_z = dz.data();

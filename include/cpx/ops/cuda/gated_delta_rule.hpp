@@ -15,6 +15,7 @@
 
 #include <cpx/cuda/head_norm.hpp>
 #include <cpx/ops/cuda/device_rule.hpp>
+#include <cpx/ops/cuda/layer_move.hpp>
 #include <cpx/ops/gated_delta_rule_backward.hpp>
 
 #include <optional>
