@@ -9,8 +9,8 @@
 namespace cpx::kernels {
 
 /// For a channel and tap the sum over all tokens of all sequences, in their order, of whole rows; behind the taps that
-/// of dbias. x, dy: (tokens, channels), the gradient being `factor` times dy; weight: (channels, taps); bias, dweight and
-/// dbias may be null.
+/// of dbias. x, dy: (tokens, channels), the gradient being `factor` times dy; weight: (channels, taps); bias, dweight
+/// and dbias may be null.
 template <class T, class Y = T>
 struct conv_weight_sums {
     rows<T const> x;

@@ -191,6 +191,17 @@ using weights = cpx::gated_delta_net_weights<float>;
 // expect: gated_delta_net on tensors that are not sharded as the layer
 void net(layer const& l, weights const& w, view<other> x, cpx::threads& comm) { l(w, x, x, comm); }
 
+#ifdef CPX_GOOD
+using rule = float;
+#else
+using rule = double;
+#endif
+// expect: gated_delta_net whose rule has other elements than its weights
+void net_of_rule(cpx::gated_delta_net<cpx::scan, zigzag, zigzag, rule> const& l, weights const& w,
+                 cpx::tensor<float, zigzag>& x, cpx::threads& comm) {
+    l(w, x, x, comm);
+}
+
 // expect: gated_delta_net_backward of tensors or gradients that are not sharded as the layer
 void net_backward(layer const& l, weights const& w, view<other> x, layer::saved_of<float>& saved,
                   cpx::gated_delta_net_gradients<float, zigzag> const& to, cpx::threads& comm) {

@@ -104,8 +104,8 @@ index_t gated_delta_rule_saved(gated_delta_rule_shape const& shape, index_t toke
 /// at a multiple of 64 tokens and to hand the state on changes no bit, nor do the other sequences, which may hold NaN.
 /// Operands are rounded to T, those that are made of states and of gradients among them, and sums are float. Errors of
 /// half are a quarter to an eighth of those of bfloat16 where its operands lie between 6e-5 and 65504: a larger one
-/// becomes infinite, smaller ones lose bits, those below 6e-8 all. So a backward of half wants a scale by which dO is not
-/// much smaller than o. The plain path has all but rows in float. Between rows of bfloat16 the rule can be half's:
+/// becomes infinite, smaller ones lose bits, those below 6e-8 all. So a backward of half wants a scale by which dO is
+/// not much smaller than o. The plain path has all but rows in float. Between rows of bfloat16 the rule can be half's:
 /// `causal_conv1d` writes `conv_parts<__half>`, `normalise_rows` reads o, and so do their backwards, which scale
 /// gradients: `gradient_scale`. The layer of all this is `gated_delta_net<How, S, Mix, __half>`.
 ///

@@ -137,8 +137,8 @@ struct gated_delta_mixer {
         check_rule_in(memory, where, model(where), states, backward, given, here);
     }
 
-    /// x: rows of `config.sections()`; o: rows of `config.output_sections()`, both for this rank's heads. R: the elements
-    /// of the delta rule, and of o.
+    /// x: rows of `config.sections()`; o: rows of `config.output_sections()`, both for this rank's heads. R: the
+    /// elements of the delta rule, and of o.
     template <class T, class R, any_memory M, class By>
     void operator()(gated_delta_net_weights<T> const& w, sharded<T const, S, M> const& x, sharded<R, S, M> const& o,
                     gated_delta_net_state<T, M> const& state, gated_delta_mixed<R, S, M>* saved, By& by, caller here,
@@ -182,8 +182,8 @@ struct gated_delta_mixer {
         saved->gates = std::move(gates);
     }
 
-    /// From the gradient of o, which is dout / scale, to that of x, which is written, and the weights' shares, which are
-    /// added. `forward`: its name in errors.
+    /// From the gradient of o, which is dout / scale, to that of x, which is written, and the weights' shares, which
+    /// are added. `forward`: its name in errors.
     template <class T, class R, any_memory M, class By>
     void backward(gated_delta_net_weights<T> const& w, sharded<T const, S, M> const& x,
                   gated_delta_mixed<R, S, M>& saved, sharded<R const, S, M> const& dout, double scale,

@@ -13,9 +13,10 @@ namespace cpx {
 /// What the backward of a gated delta net computes.
 ///
 /// dx: (rows, hidden), written. weights: this rank's share, added to what they hold; `sum_over_ranks` completes them.
-/// `order`: in which order rows are added up there. `gradient_scale`, for a rule of half between rows of bfloat16, else 1:
-/// dO and all gradients within the recurrence are so many times what they stand for, alike on all ranks, so that they
-/// stay within half's range; good is what makes dO of size 1e-2 to 1e2, such as, of a mean over tokens, their number.
+/// `order`: in which order rows are added up there. `gradient_scale`: 1, or of a rule of half between rows of bfloat16
+/// any positive number, the same on all ranks: so many times what they stand for are dO and all gradients within the
+/// recurrence, to stay within half's range. Good is what makes dO of size 1e-2 to 1e2, such as, where the loss is a
+/// mean over tokens, their number.
 template <class T, any_sharding S, any_memory M>
 struct gated_delta_net_gradients {
     sharded_field<T, S, M> dx;
