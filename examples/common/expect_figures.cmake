@@ -26,11 +26,13 @@ set(float32_tiny_qwen3_vl     3.3e-5 6.7e-6 2.0e-5 1.0e-5 3.4e-7)
 #     tiny_qwen3_5_vl   1.815  0.1035   6.064   0.949    0.0312
 #     tiny_qwen3_vl     0.2389 0.02603  0.07654 0.03717  0.00696
 # In the first layers of three of the models a bit of an embedding becomes all of a gradient, now in one weight, now in
-# another: so the largest error says little, and the median has to be below 1, which gradients of zeros are off by.
-set(bfloat16_tiny_qwen3_5     3.300  0.2076   6.986  0.95     0.0558)
-set(bfloat16_tiny_qwen3_5_moe 5.283  0.3526  17.73   0.95     0.1583)
-set(bfloat16_tiny_qwen3_5_vl  2.269  0.1294   7.580  0.95     0.0390)
+# another: so the largest error says little, and the median has to be below 1, which gradients of zeros are off by: of
+# most strategies, for each of them rounds in another way.
+set(bfloat16_tiny_qwen3_5     3.300  0.2076   6.986  1.375    0.0558)
+set(bfloat16_tiny_qwen3_5_moe 5.283  0.3526  17.73   1.610    0.1583)
+set(bfloat16_tiny_qwen3_5_vl  2.269  0.1294   7.580  1.186    0.0390)
 set(bfloat16_tiny_qwen3_vl    0.2986 0.03254  0.09568 0.04646 0.00870)
+set(median_of_most 0.95)
 
 string(REGEX REPLACE ".*--model data/([a-z0-9_]+).*" "\\1" model "${ARGS}")
 set(type float32)
@@ -66,6 +68,7 @@ if(NOT "--backward" IN_LIST arguments)
 endif()
 list(APPEND kinds max_abs_delta_to_one_rank)
 math(EXPR last "${count} - 1")
+set(below 0)
 foreach(i RANGE ${last})
     foreach(figure IN ITEMS device max_abs_delta mean_abs_delta max_abs_delta_to_one_rank loss_delta
             exact rows_sent rows_lower_bound bytes_sent bytes_lower_bound ${gradient_figures})
@@ -94,6 +97,9 @@ foreach(i RANGE ${last})
             set(seen_${kind} ${${kind}})
         endif()
     endforeach()
+    if(gradient_figures AND median_grad_error LESS median_of_most)
+        math(EXPR below "${below} + 1")
+    endif()
     if(NOT mean_abs_delta GREATER 0) # the reference is another program's
         message(FATAL_ERROR "mean_abs_delta: expected more than 0, got ${mean_abs_delta}")
     endif()
@@ -101,6 +107,11 @@ foreach(i RANGE ${last})
         message(FATAL_ERROR "sent ${rows_sent} rows, ${bytes_sent} bytes: expected ${rows_lower_bound}, ${bytes_lower_bound}")
     endif()
 endforeach()
+math(EXPR half "${count} / 2")
+if(gradient_figures AND NOT below GREATER half)
+    message(FATAL_ERROR "median_grad_error: expected less than ${median_of_most} of most strategies, "
+        "found in ${below} of ${count}")
+endif()
 foreach(kind IN LISTS kinds) # of all strategies, so that one run says all that limits can be set by
     message("${kind}: at most ${seen_${kind}} of ${most_${kind}}")
 endforeach()

@@ -21,11 +21,11 @@ inline cpx::gated_delta_net_config delta_net_config(cpx::hf_config const& c, ind
 
 /// Returns the net of rows on `where`, whose recurrence runs on `mix`: there, or by heads; of elements Rule, void for
 /// those of rows.
-template <class Rule, class How, class S>
+template <class Rule = void, class How, class S>
 auto delta_net_of(How, S const&, S const& mix, int rank, cpx::gated_delta_net_config const& config) {
     return cpx::gated_delta_net<How, S, S, Rule>(cpx::carry<How>(mix, rank), config);
 }
-template <class Rule, class How, class S, class Mix>
+template <class Rule = void, class How, class S, class Mix>
 auto delta_net_of(How, S const& where, Mix const& mix, int rank, cpx::gated_delta_net_config const& config) {
     Mix const output(mix.ranks(), mix.batch(), config.output_sections());
     return cpx::gated_delta_net<How, S, Mix, Rule>(cpx::carry<How>(mix, rank), relayout(where, mix, rank),

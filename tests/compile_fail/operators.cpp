@@ -201,6 +201,13 @@ void net_of_rule(cpx::gated_delta_net<cpx::scan, zigzag, zigzag, rule> const& l,
                  cpx::tensor<float, zigzag>& x, cpx::threads& comm) {
     l(w, x, x, comm);
 }
+// expect: gated_delta_net_backward whose rule has other elements than its weights
+void net_backward_of_rule(cpx::gated_delta_net<cpx::scan, zigzag, zigzag, rule> const& l, weights const& w,
+                          view<zigzag> x,
+                          cpx::gated_delta_net_saved<float, zigzag, zigzag, cpx::host_memory, rule>& saved,
+                          cpx::gated_delta_net_gradients<float, zigzag> const& to, cpx::threads& comm) {
+    cpx::gated_delta_net_backward(l, w, x, saved, x, to, comm);
+}
 
 // expect: gated_delta_net_backward of tensors or gradients that are not sharded as the layer
 void net_backward(layer const& l, weights const& w, view<other> x, layer::saved_of<float>& saved,

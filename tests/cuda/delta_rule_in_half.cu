@@ -8,6 +8,9 @@
 #include <cpx/ops/local/causal_conv.hpp>
 #include <cpx/ops/local/norm.hpp>
 
+#include <support/rejects.hpp>
+
+#include <cmath>
 #include <string>
 #include <vector>
 
@@ -100,9 +103,10 @@ outcome in_double(mixing const& m) {
     return r;
 }
 
-/// The same on a GPU. T: the elements of q, k, v and o and of their gradients.
+/// The same on a GPU. T: the elements of q, k, v and o and of their gradients, which are `scale` times what they stand
+/// for: those of dO times `small`, divided by it.
 template <class T>
-outcome on_gpu(mixing const& m) {
+outcome on_gpu(mixing const& m, float scale = 1, float small = 1) {
     problem const& p = m.of;
     auto const& shape = p.shape;
     index_t const channels = m.channels(), tokens = p.tokens(), keys = p.keys(), values = p.values();
@@ -110,7 +114,10 @@ outcome on_gpu(mixing const& m) {
     gpu::stream const stream;
     gpu::conv_plan const plan(cpx::halo(sharding, 0, taps - 1), cpx::halo(sharding, 0, taps - 1, cpx::side::after));
     auto const x = upload<element>(m.x), z = upload<element>(m.z), weight = upload<element>(m.weight),
-               gain = upload<element>(m.gain), dy = upload<element>(p.dout);
+               gain = upload<element>(m.gain);
+    numbers of_y = p.dout;
+    for (double& d : of_y) d *= small;
+    auto const dy = upload<element>(of_y);
     auto const g = upload<float>(p.g), beta = upload<float>(p.beta);
     buffer<index_t> const offsets{std::span<index_t const>(p.offsets)};
     auto const q = poisoned<T>(tokens * keys), k = poisoned<T>(tokens * keys), v = poisoned<T>(tokens * values),
@@ -136,7 +143,7 @@ outcome on_gpu(mixing const& m) {
         all(offsets)};
     auto const path = gpu::gated_delta_rule<T>(shape, in, as(o, values), {}, all(room), stream);
     CHECK(path == core_path<T>());
-    gpu::norm_input<element, T> const norm{read(o, values), read(z, values), read(gain, dim), 1e-6f, 0};
+    gpu::norm_input<element, T> const norm{read(o, values), read(z, values), read(gain, dim), 1e-6f, 0, scale};
     gpu::normalise_rows(norm, as(y, values), stream);
 
     gpu::normalise_rows_backward(norm, read(dy, values), as(d_o, values), as(dz, values), as(terms, dim), stream);
@@ -144,11 +151,17 @@ outcome on_gpu(mixing const& m) {
         shape, in, read(d_o, values), {},
         {as(dq, keys), as(dk, keys), as(dv, values), as(dg, shape.value_heads), as(dbeta, shape.value_heads), {}},
         all(more), stream);
-    gpu::conv_parts<T const> const of_parts{{{{read(dq, keys), dim}, {read(dk, keys), dim}, {read(dv, values), 0}}}};
+    gpu::conv_parts<T const> const of_parts{
+        {{{read(dq, keys), dim}, {read(dk, keys), dim}, {read(dv, values), 0}}}, 1e-6f, scale};
     buffer<float> const none(0);
     gpu::causal_conv1d_backward(plan, read(x, channels), {}, read(weight, taps), {}, gpu::activation::silu, of_parts,
                                 {}, {}, {as(dx, channels)}, stream);
-    return {widen(y.read()), widen(dx.read()), widen(dz.read()), widen(dg.read()), widen(dbeta.read())};
+    outcome r{widen(y.read()), widen(dx.read()), widen(dz.read()), widen(dg.read()), widen(dbeta.read())};
+    for (double& d : r.dx) d /= small;
+    for (double& d : r.dz) d /= small;
+    for (numbers* const gates : {&r.dg, &r.dbeta})
+        for (double& d : *gates) d /= small * static_cast<double>(scale);
+    return r;
 }
 
 } // namespace
@@ -174,5 +187,47 @@ TEST_SUITE("cuda") {
             compare("dg", &outcome::dg, what == kind::slow ? 2e-3 : 1e-3, 0.25);
             compare("dbeta", &outcome::dbeta, 1e-3, 0.25);
         }
+    }
+
+    TEST_CASE("gradients of half that are multiplied on the way have the bits of those of a larger dO") {
+        if (!has_gpus()) return;
+        mixing const m(kind::mild);
+        outcome const expected = on_gpu<__half>(m);
+        for (float const small : {0x1p-40f, 0x1p10f}) {
+            outcome const got = on_gpu<__half>(m, 1 / small, small);
+            CHECK(got.y == expected.y);
+            CHECK(got.dx == expected.dx);
+            CHECK(got.dz == expected.dz);
+            CHECK(got.dg == expected.dg);
+            CHECK(got.dbeta == expected.dbeta);
+        }
+        for (float const scale : {0.f, -1.f, 1e-40f, 1e38f, NAN})
+            support::rejects({"cuda::normalise_rows: gradient_scale: expected 2^-126 to 2^126, got "},
+                             [&] { on_gpu<__half>(m, scale); });
+        support::rejects(
+            {"cuda::normalise_rows: gradient_scale: expected 1, for gradients have the elements of all else, got 2"},
+            [&] { on_gpu<element>(m, 2); });
+    }
+
+    TEST_CASE("a convolution refuses parts whose gradients cannot be so many times what they stand for") {
+        if (!has_gpus()) return;
+        auto const sharding = on_ranks::one_rank(cpx::thd::from_offsets(std::vector<index_t>{0, 3}));
+        gpu::stream const stream;
+        gpu::conv_plan const plan(cpx::halo(sharding, 0, taps - 1), cpx::halo(sharding, 0, taps - 1, cpx::side::after));
+        auto const x = upload<element>(numbers(3 * 8, 1)), weight = upload<element>(numbers(8 * taps, 1)),
+                   dx = upload<element>(numbers(3 * 8, 1));
+        auto const dy = upload<__half>(numbers(3 * 8, 1));
+        rows<element const> const of_x(x.data(), 3, 8), of_weight(weight.data(), 8, taps);
+        auto const back = [&]<class T>(T const* gradient, float scale) {
+            gpu::causal_conv1d_backward(plan, of_x, {}, of_weight, {}, gpu::activation::silu,
+                                        gpu::conv_parts<T const>{{{{rows<T const>(gradient, 3, 8), 0}}}, 1e-6f, scale},
+                                        {}, {}, {rows<element>(const_cast<element*>(dx.data()), 3, 8)}, stream);
+        };
+        for (float const scale : {0.f, -1.f, 1e-40f, 1e38f, NAN})
+            support::rejects({"cuda::causal_conv1d_backward: gradient_scale: expected 2^-126 to 2^126, got "},
+                             [&] { back(dy.data(), scale); });
+        support::rejects({"cuda::causal_conv1d_backward: gradient_scale: expected 1, for gradients have"},
+                         [&] { back(x.data(), 2); });
+        CHECK(widen(dx.read()) == numbers(3 * 8, 1));
     }
 }

@@ -242,23 +242,27 @@ results on_gpus(group& gpus, layer<float> const& p, floats const& dy, S const& s
 constexpr index_t decoded_tokens = 6;
 
 /// Computes y of whole sequences: of the prompts at once, on `sharding`, then of a token of each at a time, on the
-/// ranks where the prompts end. `make(sharding, rank)` returns the layer, whose states stay where they are.
-template <class S, class Make>
+/// ranks where the prompts end. `make(sharding, rank)` returns the layer of elements T, whose states stay where they
+/// are.
+template <class T = float, class S, class Make>
 floats decode_on_gpus(group& gpus, layer<float> const& p, S const& sharding, Make const& make) {
     floats whole(p.x.size(), NAN);
-    floats const weights = joined(p.weights);
+    floats const exact = joined(p.weights);
+    auto const weights = convert<T>(exact);
     std::mutex guard;
     gpus.run([&](cpx::nccl& comm, auto const& meet) {
         cpx::cuda::stream const stream;
         {
-            on_gpu<float> by(comm, stream, meet);
+            on_gpu<T> by(comm, stream, meet);
             int const rank = comm.rank();
             index_t const hidden = p.config.hidden;
             auto const memory = by.comm.memory();
-            auto w = memory.template zeros<float>("test", {std::ssize(weights)});
-            memory.write(w.data(), std::span<float const>(weights));
-            auto const of_w = harness::net_parameters<float const>(w.data(), w.data(), p.config);
-            cpx::gated_delta_net_cache<float, cpx::cuda::memory> cache(p.config, make(sharding, rank).states(), memory);
+            auto w = memory.template zeros<T>("test", {std::ssize(weights)});
+            auto of_gates = memory.template zeros<float>("test", {std::ssize(weights)});
+            memory.write(w.data(), std::span<T const>(weights));
+            memory.write(of_gates.data(), std::span<float const>(exact));
+            auto const of_w = harness::net_parameters<T const>(w.data(), of_gates.data(), p.config);
+            cpx::gated_delta_net_cache<T, cpx::cuda::memory> cache(p.config, make(sharding, rank).states(), memory);
             auto const step = [&](auto const& of, auto const& first) { // first(s): how many tokens of s have been
                 std::vector<index_t> rows;
                 of.for_each_piece(rank, [&](cpx::range piece) {
@@ -270,9 +274,9 @@ floats decode_on_gpus(group& gpus, layer<float> const& p, S const& sharding, Mak
                 floats values;
                 for (index_t const row : rows)
                     values.insert(values.end(), p.x.begin() + row * hidden, p.x.begin() + (row + 1) * hidden);
-                auto x = cpx::make_tensor<float>(of, rank, hidden, memory),
-                     y = cpx::make_tensor<float>(of, rank, hidden, memory);
-                x.write(values);
+                auto x = cpx::make_tensor<T>(of, rank, hidden, memory),
+                     y = cpx::make_tensor<T>(of, rank, hidden, memory);
+                x.write(convert<T>(values));
                 auto const net = make(of, rank);
                 index_t const before = by.states.calls.steps;
                 net(of_w, x, y, by, {.state = cache.view()});
@@ -281,7 +285,7 @@ floats decode_on_gpus(group& gpus, layer<float> const& p, S const& sharding, Mak
                 index_t const steps = one_each && net.states().sharding.rows(rank) > 0 ? 1 : 0;
                 cpx::require(by.states.calls.steps - before == steps, "test", "steps of decoding", steps,
                              by.states.calls.steps - before);
-                values = y.read();
+                values = convert<float>(y.read());
                 std::lock_guard const lock(guard);
                 for (std::size_t i = 0; i < rows.size(); ++i)
                     std::copy_n(values.begin() + static_cast<index_t>(i) * hidden, hidden,
@@ -433,11 +437,12 @@ TEST_SUITE("cuda") {
                  {{1, 2, 128, 128}, 2},
                  {{2, 4, 24, 40}, 4}}) { // the convolution divides by lengths, the rule
             cpx::gated_delta_net_config const config{32, heads, taps, 64, 1e-6};
-            auto const [got, exact] = check_layer<T, __half>(config, lengths, 13, of_128, can, 16);
-            auto const [plain, same] = check_layer<T>(config, lengths, 13, most<T>, can);
+            auto const of_half = check_layer<T, __half>(config, lengths, 13, of_128, can, 16),
+                       of_bfloat16 = check_layer<T>(config, lengths, 13, most<T>, can);
             auto const nearer = [&](char const* name, floats results::*of) {
-                double const error = on_ranks::relative_error(got.*of, exact.*of),
-                             before = on_ranks::relative_error(plain.*of, exact.*of);
+                floats const& exact = of_half[1].*of;
+                double const error = on_ranks::relative_error(of_half[0].*of, exact),
+                             before = on_ranks::relative_error(of_bfloat16[0].*of, exact);
                 CHECK_MESSAGE(error <= 0.8 * before, std::string(name) << ": " << error << ", of bfloat16 " << before);
             };
             nearer("y", &results::y), nearer("dx", &results::dx), nearer("dweights", &results::dweights);
@@ -482,9 +487,9 @@ TEST_SUITE("cuda") {
             };
             auto const plan = cpx::carry<cpx::serial>(sharding, 0);
             cpx::gated_delta_net<cpx::serial, by_tokens, by_tokens, __half> const of_half(plan, config);
-            for (double const scale : {0., -1., 1e300, static_cast<double>(NAN)})
-                refused(of_half, scale, "above 0, got ");
-            refused(cpx::gated_delta_net(plan, config), 2, "1, for the rule is of the weights' elements, got 2");
+            for (double const scale : {0., -1., 1e-300, 1e-40, 1e38, 1e300, static_cast<double>(NAN)})
+                refused(of_half, scale, "2^-126 to 2^126, got ");
+            refused(cpx::gated_delta_net(plan, config), 2, "1, for gradients have the elements of all else, got 2");
         });
     }
 
@@ -585,6 +590,16 @@ TEST_SUITE("cuda") {
         in_place(cpx::serial{}, one, cpx::shard(of_prompt, cpx::zigzag<>(1)));
         in_place(cpx::serial{}, gpus, cpx::shard(of_prompt, cpx::zigzag<>(2)));
         in_place(cpx::scan{}, gpus, cpx::shard(of_prompt, cpx::striped<>(2)));
+
+        auto rounded = p;
+        floats none;
+        round_to<__nv_bfloat16>(rounded, none);
+        by_tokens const striped = cpx::shard(of_prompt, cpx::striped<>(2));
+        auto const in_half = decode_on_gpus<__nv_bfloat16>(gpus, rounded, striped, [&]<class S>(S const& of, int rank) {
+            return cpx::gated_delta_net<cpx::serial, S, S, __half>(cpx::carry<cpx::serial>(of, rank), config);
+        });
+        auto const of_rounded = reference::run<cpx::serial>(rounded, on_ranks::one_rank(p.batch));
+        CHECK(on_ranks::relative_error(in_half, of_rounded) <= most<__nv_bfloat16>.y);
 
         using by_heads = cpx::head_sharded<>;
         check(decode_on_gpus(gpus, p, cpx::shard(of_prompt, cpx::striped<>(2)), [&](auto const& of, int rank) {

@@ -105,6 +105,16 @@ void check(index_t dim, bool gated, bool shared_by_lanes) {
     CHECK(got.dx.has_the_bits_of(elsewhere.dx));
     if (gated) CHECK(got.dz.has_the_bits_of(elsewhere.dz));
     CHECK(got.terms.has_the_bits_of(elsewhere.terms));
+    if constexpr (!std::is_same_v<T, X>) { // a gradient that is multiplied, and nothing else is
+        auto more = n;
+        more.gradient_scale = 48;
+        results<T, X> scaled(more, dy.own, true);
+        for (double& d : dx) d *= 48;
+        CHECK(distance(scaled.dx, dx) < unit<X>);
+        CHECK(scaled.y.has_the_bits_of(got.y));
+        if (gated) CHECK(scaled.dz.has_the_bits_of(got.dz));
+        CHECK(scaled.terms.has_the_bits_of(got.terms));
+    }
     if constexpr (std::is_same_v<T, X>) { // in place
         if (!shared_by_lanes) return;
         auto const by = kernels::norm_lanes_of<T>(dim, true);

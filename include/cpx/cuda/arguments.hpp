@@ -10,7 +10,6 @@
 #include <cuda_fp16.h>
 
 #include <algorithm>
-#include <cmath>
 #include <concepts>
 #include <initializer_list>
 #include <span>
@@ -133,13 +132,6 @@ inline void require_rows(char const* where, std::initializer_list<argument> list
         require_sizes(where, a, here);
         require_memory(where, {a}, here);
     }
-}
-
-/// Throws `cpx::error` unless gradients can be so many times what they stand for: 1 where their elements are not
-/// `others` than those around them.
-inline void require_gradient_scale(char const* where, bool others, float scale, caller here) {
-    require(others ? scale > 0 && std::isfinite(scale) : scale == 1, where, "gradient_scale",
-            others ? "above 0" : "1, for gradients have the elements of all else", scale, here);
 }
 
 } // namespace detail

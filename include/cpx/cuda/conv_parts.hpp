@@ -2,6 +2,7 @@
 // Results of convolutions in parts, such as q, k and v, some of whose heads are divided by their norm on the way.
 #pragma once
 
+#include <cpx/core/gradient_scale.hpp>
 #include <cpx/cuda/arguments.hpp>
 
 #include <cpx/conv_parts.cuh>
@@ -76,7 +77,7 @@ template <class T, class Y>
 void require_scale_of_parts(char const*, rows<Y> const&, caller) {}
 template <class T, class Y>
 void require_scale_of_parts(char const* where, conv_parts<Y> const& parts, caller here) {
-    require_gradient_scale(where, !std::same_as<std::remove_const_t<Y>, T>, parts.gradient_scale, here);
+    cpx::detail::require_gradient_scale(where, !std::same_as<std::remove_const_t<Y>, T>, parts.gradient_scale, here);
 }
 
 /// Whether heads of a result are normalised, which is rows or parts.

@@ -2,6 +2,7 @@
 // Norms of one rank's rows, head by head: root-mean-square norms, and the lengths by which q and k are divided.
 #pragma once
 
+#include <cpx/core/gradient_scale.hpp>
 #include <cpx/cuda/arguments.hpp>
 #include <cpx/cuda/launch.hpp>
 
@@ -23,7 +24,7 @@ void norm_given(char const* where, norm_input<T, X> const& n, caller here) {
     require(n.dim() > 0 && n.x.width() % n.dim() == 0, where, "width of x",
             in_words("a multiple of the size of weight, ", n.dim()), n.x.width(), here);
     require(n.x.width() < index_t{1} << 31, where, "width of x", "less than 2^31", n.x.width(), here);
-    require_gradient_scale(where, !std::same_as<T, X>, n.gradient_scale, here);
+    cpx::detail::require_gradient_scale(where, !std::same_as<T, X>, n.gradient_scale, here);
     require_rows(where, {{"x", n.x}, {"weight", n.weight, 1, n.dim()}}, here);
     if (n.z.data()) require_rows(where, {{"z", n.z, n.x.count(), n.x.width()}}, here);
 }

@@ -76,11 +76,6 @@ struct gated_delta_mixed {
 
 namespace detail {
 
-/// Whether in memory M a delta rule of elements R can be between rows of T: of the same, on devices of others, too, see
-/// `ops/cuda/gated_delta_rule.hpp`.
-template <any_memory M, class R, class T>
-inline constexpr bool rule_between = std::same_as<R, T>;
-
 /// Returns `config`, or throws: of heads that do not fit, of what is below 1 or has no size.
 inline gated_delta_net_config const& checked(gated_delta_net_config const& config, caller here) {
     char const* const where = "gated_delta_net";

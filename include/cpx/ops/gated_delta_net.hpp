@@ -121,7 +121,7 @@ struct gated_delta_net_backward_pass; // see gated_delta_net_backward.hpp
 ///     y = out_proj(norm(delta_rule(silu(conv(q k v)), ...)) silu(z)),    g = -exp(A_log) softplus(a + dt_bias)
 ///
 /// `Rule`: the elements of the recurrence, q, k, v and o. void: those of the weights; on devices, between rows of
-/// bfloat16, `__half`, whose three bits more take most of the error of y and of gradients away; what is beyond 65504
+/// bfloat16, `__half`, whose three bits more leave about 0.7 of the error of y and of gradients; what is beyond 65504
 /// makes results infinite or NaN, and gradients want a scale, see `gated_delta_net_gradients`.
 ///
 /// Made once a batch, used by all layers. Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks", 2024,
@@ -196,7 +196,8 @@ public:
     /// `carrier()`, by which states are carried, and what `host_products` has; its `ended` are called when an operator
     /// has exchanged, with what a forward's has sent. On devices `carrier()` is the communicator, or a
     /// `cuda::state_exchange`: with one, calls in place but the first, and by heads but the first of a batch, only
-    /// enqueue work, unless they go on from states or add up in the order of the batch.
+    /// enqueue work, unless they go on from states or add up in the order of the batch; and relayouts by heads, there
+    /// and back, are not `comm`'s but end with `ended(plan, width)`.
     /// `memory`: states to go on from, for decoding, and what the backward needs, see `gated_delta_net_backward`.
     /// Throws `cpx::error` on shapes or shardings that do not fit and on memory that overlaps in another way, and what
     /// `exchange` and the operators throw.

@@ -2,9 +2,9 @@
 // Backward of the gated delta net layer.
 #pragma once
 
+#include <cpx/core/gradient_scale.hpp>
 #include <cpx/ops/gated_delta_net.hpp>
 
-#include <cmath>
 #include <concepts>
 #include <utility>
 
@@ -14,7 +14,7 @@ namespace cpx {
 ///
 /// dx: (rows, hidden), written. weights: this rank's share, added to what they hold; `sum_over_ranks` completes them.
 /// `order`: in which order rows are added up there. `gradient_scale`: 1, or of a rule of half between rows of bfloat16
-/// any positive number, the same on all ranks: so many times what they stand for are dO and all gradients within the
+/// from 2^-126 to 2^126, the same on all ranks: so many times what they stand for are dO and all gradients within the
 /// recurrence, to stay within half's range. Good is what makes dO of size 1e-2 to 1e2, such as, where the loss is a
 /// mean over tokens, their number.
 template <class T, any_sharding S, any_memory M>
@@ -46,10 +46,7 @@ struct gated_delta_net_backward_pass {
         bool const ran = saved.z && saved.o && saved.projected && saved.mixed && saved.gates;
         require(ran && saved.o->sharding() == sharding, where, "saved tensors", "those of the forward",
                 ran ? "those of another sharding" : "none", here);
-        double const scale = to.gradient_scale;
-        bool const others = !std::same_as<T, typename Net::template rule_of<T>>;
-        require(others ? scale > 0 && std::isfinite(static_cast<float>(scale)) : scale == 1, where, "gradient_scale",
-                others ? "above 0" : "1, for the rule is of the weights' elements", scale, here);
+        require_gradient_scale(where, !std::same_as<T, typename Net::template rule_of<T>>, to.gradient_scale, here);
         check_saved(where, net.mixer_.states, net.mixer_.template model_of_mixed<T, M>(where), &saved.states, here);
         auto written = net.operands(to.weights), read = net.operands(w);
         written.push_back({"dx", to.dx.data()});

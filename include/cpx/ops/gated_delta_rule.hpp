@@ -105,6 +105,9 @@ template <any_memory M, class By>
 inline constexpr bool carries_rule = std::same_as<M, host_memory> && transport<By>;
 template <any_memory M, class T>
 inline constexpr bool rules_on = !std::integral<T>;
+/// Whether such rules can be between rows of T: of the same elements, on devices of others, too.
+template <any_memory M, class R, class T>
+inline constexpr bool rule_between = std::same_as<R, T>;
 
 /// Throws unless a memory has the heads of a gated delta rule, and these operands; the host's has.
 template <class Plan>

@@ -26,11 +26,14 @@ template <class By>
 concept keeps_moves =
     std::derived_from<std::remove_cvref_t<decltype(std::declval<By&>().carrier())>, cuda::state_exchange>;
 
-/// Moves by what is kept; rows are as far apart as they are wide. It is found by what all ranks have alike.
+/// Moves by what is kept; rows are as far apart as they are wide. It is found by what all ranks have alike; where they
+/// have not, one that prepares waits for the others, until the deadline.
 template <class T, any_sharding From, any_sharding To, keeps_moves By>
 void run_move(layer_move<T, From, To, cuda::memory> const& of, By& by, caller here) {
     cuda::state_exchange& layers = by.carrier();
+    cuda::communicator const& comm = layers.ranks();
     rows<T const> const from = of.from.data();
+    require_own(of.where, "rank of the plan", of.plan.rank, of.plan.ranks(), comm.rank(), comm.ranks(), here);
     auto const sections = [](auto const& sharding) {
         std::uint64_t hash = 0;
         for (section const& s : sharding.sections()) hash = mix_all(hash, std::array{s.heads, s.width});
@@ -41,7 +44,7 @@ void run_move(layer_move<T, From, To, cuda::memory> const& of, By& by, caller he
         {sections(of.plan.from), sections(of.plan.to)},
         [&](kept const& there) { return there.from == of.plan.from && there.to == of.plan.to; },
         [&] {
-            auto& nccl = layers.ranks().nccl_communicator();
+            auto& nccl = comm.nccl_communicator();
             return std::unique_ptr<kept>(new kept{of.plan.from, of.plan.to, {of.plan, from.width(), nccl, {}, here}});
         },
         here);

@@ -30,7 +30,8 @@ struct rule_calls {
 /// What recurrences need to hand states on between GPUs: made once, for every layer and batch of one kind of carry,
 /// whose states and maps are as large; and what else layers around them make for one call and keep for others.
 ///
-/// An operator that is given one instead of a communicator only enqueues its work, from its second call on. Belongs to
+/// An operator that is given one instead of a communicator only enqueues its work, from its second call on; a layer by
+/// heads, and one without `most`, from the second call of a batch: graphs of it end before that of another. Belongs to
 /// the communicator, which outlives it; calls are collective, in the same order on all ranks.
 class state_exchange {
 public:

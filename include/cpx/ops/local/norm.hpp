@@ -228,8 +228,8 @@ namespace detail {
 
 template <class X>
 inline constexpr bool is_head_norm = false;
-template <class T, class X>
-inline constexpr bool is_head_norm<head_norm<T, X>> = true;
+template <class T>
+inline constexpr bool is_head_norm<head_norm<T>> = true;
 
 } // namespace detail
 
