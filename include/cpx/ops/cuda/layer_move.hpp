@@ -14,7 +14,7 @@
 
 namespace cpx::detail {
 
-/// What has been prepared for one batch.
+/// What has been prepared for one batch, with memory for what it sends and receives.
 template <class T, any_sharding From, any_sharding To>
 struct kept_move {
     From from;
