@@ -26,11 +26,12 @@ set(float32_tiny_qwen3_vl     3.3e-5 6.7e-6 2.0e-5 1.0e-5 3.4e-7)
 #     tiny_qwen3_5_vl   1.815  0.1035   6.064   0.949    0.0312
 #     tiny_qwen3_vl     0.2389 0.02603  0.07654 0.03717  0.00696
 # In the first layers of three of the models a bit of an embedding becomes all of a gradient, now in one weight, now in
-# another: so the largest error says little, and the median has to be below 1, which gradients of zeros are off by: of
-# most strategies, for each of them rounds in another way.
-set(bfloat16_tiny_qwen3_5     3.300  0.2076   6.986  1.375    0.0558)
-set(bfloat16_tiny_qwen3_5_moe 5.283  0.3526  17.73   1.610    0.1583)
-set(bfloat16_tiny_qwen3_5_vl  2.269  0.1294   7.580  1.186    0.0390)
+# another: so the largest error says little, and the median has to be below 1, which gradients of zeros are off by. Of
+# the first model it was up to 0.98 where cuts are anywhere, for each such strategy rounds in another way: any may be off
+# by what transformers is at most, and most by less than 1.
+set(bfloat16_tiny_qwen3_5     3.300  0.2076   6.986  1.100    0.0558)
+set(bfloat16_tiny_qwen3_5_moe 5.283  0.3526  17.73   0.95     0.1583)
+set(bfloat16_tiny_qwen3_5_vl  2.269  0.1294   7.580  0.95     0.0390)
 set(bfloat16_tiny_qwen3_vl    0.2986 0.03254  0.09568 0.04646 0.00870)
 set(median_of_most 0.95)
 
