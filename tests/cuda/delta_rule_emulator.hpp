@@ -86,6 +86,8 @@ struct head {
     double scale;
     Index first = 0; ///< the token of its sequence that the first row is
     format round = bfloat16;
+    std::vector<Index> cuts = {}; ///< rows, ascending, at which segments begin, but the first
+    bool scan = false;            ///< whether states before these are made of steps of segments
 };
 struct results {
     matrix o, last, dq, dk, dv, dstate;
@@ -124,23 +126,49 @@ inline results run(head const& in) {
     results r{matrix(tokens, values), in.state, matrix(tokens, keys), matrix(tokens, keys),
               matrix(tokens, values), in.dlast, vector(tokens),       vector(tokens)};
     std::vector<chunk> chunks;
-    std::vector<matrix> states, writes;
+    std::vector<matrix> states, writes, maps(1); // M of segments but the first
+    matrix before, end = in.state;               // a segment, and E of it
     for (Index begin = 0; begin < tokens; begin += chunks.back().q.rows()) {
-        chunk const& c = chunks.emplace_back(in, begin, std::min<Index>(64 - (in.first + begin) % 64, tokens - begin));
+        auto const next = std::ranges::upper_bound(in.cuts, begin);
+        if (in.scan && next != in.cuts.begin() && *std::prev(next) == begin) {
+            r.last = maps.size() > 1 ? maps.back() * before + end : end;
+            before = r.last, end.setZero();
+            maps.push_back(matrix::Identity(keys, keys));
+        }
+        Index const most = next == in.cuts.end() ? tokens - begin : *next - begin;
+        chunk const& c = chunks.emplace_back(in, begin, std::min(64 - (in.first + begin) % 64, most));
+        auto const step = [&](matrix& state, matrix const& v) {
+            matrix const y = round(v - c.e.asDiagonal() * (c.k * round(state)));
+            state = c.e[c.e.size() - 1] * state + c.x.transpose() * y;
+            return y;
+        };
         matrix const& s = states.emplace_back(round(r.last));
-        matrix const& y = writes.emplace_back(round(c.v - c.e.asDiagonal() * (c.k * s)));
+        matrix const& y = writes.emplace_back(step(r.last, c.v));
         r.o.middleRows(begin, c.q.rows()) = round(in.scale * (c.e.asDiagonal() * (c.q * s)) + c.p * y);
-        r.last = c.e[c.e.size() - 1] * r.last + c.x.transpose() * y;
+        if (!in.scan) continue;
+        step(end, c.v);
+        if (maps.size() > 1) step(maps.back(), matrix::Zero(c.q.rows(), keys));
     }
+    end = in.dlast;
     for (Index i = std::ssize(chunks) - 1; i >= 0; --i) {
         auto const at = static_cast<std::size_t>(i);
         chunk const& c = chunks[at];
         matrix const &s = states[at], &y = writes[at];
         Index const begin = c.begin, n = c.q.rows();
-        matrix const ds = round(r.dstate), dy = c.x * ds + c.p.transpose() * c.dout, dv = round(dy);
+        if (in.scan && std::ranges::binary_search(in.cuts, begin + n)) {
+            r.dstate = begin + n == in.cuts.back() ? end : maps.back().transpose() * before + end;
+            before = r.dstate, end.setZero();
+            maps.pop_back();
+        }
+        auto const step = [&](matrix& state) {
+            matrix const dy = c.x * round(state) + c.p.transpose() * c.dout;
+            state = c.e[n - 1] * state + c.q.transpose() * round(in.scale * (c.e.asDiagonal() * c.dout)) -
+                    c.k.transpose() * round(c.e.asDiagonal() * dy);
+            return dy;
+        };
+        matrix const ds = round(r.dstate), dv = round(step(r.dstate));
         r.dv.middleRows(begin, n) = dv;
-        r.dstate = c.e[n - 1] * r.dstate + c.q.transpose() * round(in.scale * (c.e.asDiagonal() * c.dout)) -
-                   c.k.transpose() * round(c.e.asDiagonal() * dy);
+        if (in.scan) step(end);
 
         vector const b = round(matrix(c.beta));
         matrix const dx = round(c.onward.asDiagonal() * (y * ds.transpose()));

@@ -8,9 +8,9 @@
 
 #include <doctest/doctest.h>
 
+#include "delta_rule_roundings.hpp"
 #include "either_way.hpp"
 #include "group.hpp"
-#include "packed_heads.hpp"
 
 #include <ops/on_ranks.hpp>
 #include <support/rejects.hpp>
@@ -287,6 +287,60 @@ void check_close(std::vector<numbers> const& got, std::vector<numbers> const& ex
         CHECK_MESSAGE(error <= limit, name << ": " << error << ", at most " << limit);
     }
 }
+
+/// What roundings alone make results of a problem be off by, where tensor cores run all of it.
+template <class T>
+class roundings {
+public:
+    roundings(problem const& p, std::vector<numbers> const& exact)
+        : p_{.shape = {p.heads.key_heads, p.heads.value_heads, p.heads.key_dim, p.heads.value_dim, p.options.scale},
+             .q = p.q,
+             .k = p.k,
+             .v = p.v,
+             .g = p.g,
+             .beta = p.beta,
+             .dout = p.dout,
+             .state = p.initial,
+             .dlast = p.dfinal},
+          exact_(list(exact)), exact_of_(exact) {
+        for (index_t s = 0; s < p.batch.sequences(); ++s) p_.offsets.push_back(p.batch.offset(s + 1));
+        bool const whole = p.heads.key_dim % 8 == 0 && p.heads.value_dim % 8 == 0;
+        if constexpr (!std::same_as<T, float>)
+            knows_ = whole && p.erases && !p.options.qk_l2norm && cpx::cuda::detail::has_delta_hopper<true, T>();
+    }
+    /// Checks results of a sharding, whose segments cut sequences, against 1.15 times these; where they are not known,
+    /// against `most`.
+    template <cpx::carry_kind How, class S>
+    void check(std::vector<numbers> const& got, S const& sharding, limits const& most) const {
+        if (!knows_) return check_close(got, exact_of_, most);
+        if constexpr (!std::same_as<T, float>) {
+            std::vector<std::vector<emulator::Index>> cuts(static_cast<std::size_t>(p_.sequences()));
+            for (int rank = 0; rank < sharding.ranks(); ++rank)
+                for (auto const& s : cpx::carry<How>(sharding, rank).segments)
+                    if (s.token > 0) cuts[static_cast<std::size_t>(s.sequence)].push_back(s.token);
+            for (auto& of : cuts) std::ranges::sort(of);
+            delta_rule_roundings::check_roundings<T>(p_, list(got), exact_, {cuts, std::same_as<How, cpx::scan>});
+        }
+    }
+
+private:
+    static packed_heads::results list(std::vector<numbers> const& of) {
+        return {.o = of[0],
+                .last = of[6],
+                .dq = of[1],
+                .dk = of[2],
+                .dv = of[3],
+                .dg = of[4],
+                .dbeta = of[5],
+                .dstate = of[7]};
+    }
+
+    packed_heads::problem p_;
+    packed_heads::results exact_;
+    std::vector<numbers> const& exact_of_;
+    bool knows_ = false;
+};
+
 void check_same(std::vector<numbers> const& got, std::vector<numbers> const& expected) {
     for (std::size_t i = 0; i < got.size(); ++i)
         CHECK_MESSAGE(on_ranks::same_bits(got[i], expected[i]), names[i] << " has other bits");
@@ -298,15 +352,19 @@ void check_problem(problem const& p, limits const& most, int ranks = 2) {
     auto const expected = on_host(p);
     group one(1), gpus(ranks);
     auto const alone = on_gpus<cpx::serial, T>(one, p, on_ranks::one_rank(p.batch), false);
-    check_close(alone, expected, most);
+    roundings<T> const least(p, expected);
+    least.template check<cpx::serial>(alone, on_ranks::one_rank(p.batch), most);
     int count = 0;
     on_ranks::for_each_sharding(p.batch, ranks, {1, 64}, [&](std::string const& name, by_tokens const& sharding) {
         CAPTURE(name);
         bool const prepared = ++count % 3 == 0, window = count % 2 == 0;
         auto const serial = on_gpus<cpx::serial, T>(gpus, p, sharding, prepared, window);
-        if (cpx::is_exact<cpx::serial>(sharding, 64)) check_same(serial, alone);
-        check_close(serial, expected, most);
-        check_close(on_gpus<cpx::scan, T>(gpus, p, sharding, prepared, window), expected, 2 * most);
+        if (cpx::is_exact<cpx::serial>(sharding, 64))
+            check_same(serial, alone);
+        else
+            least.template check<cpx::serial>(serial, sharding, most);
+        auto const scan = on_gpus<cpx::scan, T>(gpus, p, sharding, prepared, window);
+        least.template check<cpx::scan>(scan, sharding, most);
     });
     cpx::head_sharded<> const by_heads(ranks, p.batch, {p.key(), p.key(), p.value(), p.gate(), p.gate()});
     check_same(on_gpus<cpx::serial, T>(gpus, p, by_heads, false), alone);
@@ -393,16 +451,17 @@ TEST_SUITE("cuda") {
             CAPTURE(name);
             auto p = base;
             for (auto const& change : of.changes) change(p);
-            limits most = packed_heads::most_of<T>(of.hard ? kind::beta_2 : kind::mild, 128);
-            if (name == "strong") most.gates = 6.75e-3; // by the roundings of these alone dg is off by 6.23e-3
+            limits const most = packed_heads::most_of<T>(of.hard ? kind::beta_2 : kind::mild, 128);
             auto const expected = on_host(p),
                        alone = on_gpus<cpx::serial, T>(one, p, on_ranks::one_rank(p.batch), true);
-            check_close(alone, expected, most);
+            roundings<T> const least(p, expected);
+            least.template check<cpx::serial>(alone, on_ranks::one_rank(p.batch), most);
             for (auto const& layout : {cpx::table(cpx::zigzag<>(2)), cpx::table(cpx::striped<>(2))})
                 for (bool const window : {false, true}) {
                     by_tokens const sharding(cpx::shard(p.batch, layout, cpx::aligned<cpx::dynamic>(64)));
                     check_same(on_gpus<cpx::serial, T>(gpus, p, sharding, true, window), alone);
-                    check_close(on_gpus<cpx::scan, T>(gpus, p, sharding, true, window), expected, 2 * most);
+                    auto const scan = on_gpus<cpx::scan, T>(gpus, p, sharding, true, window);
+                    least.template check<cpx::scan>(scan, sharding, most);
                 }
         }
     }
@@ -548,17 +607,17 @@ TEST_SUITE("cuda") {
         auto const p = make<T>(lengths({700, 0, 390}), {2, 4, 128, 128}, true, 16);
         auto const expected = on_host(p);
         by_tokens const sharding(cpx::shard(p.batch, cpx::zigzag<>(2), cpx::aligned<64>{}));
-        auto const check = [&]<class How>(How, double times) {
+        auto const check = [&]<class How>(How) {
             for (bool const keeps : {false, true}) {
                 CAPTURE(keeps);
                 auto const once = on_gpus<How, T>(gpus, p, sharding, keeps);
                 check_same(on_gpus<How, T>(gpus, p, sharding, keeps, keeps, {}, 2), once);
                 // normalised rows are rounded to 16 bits once more: sqrt(2) times the bounds of those that come so
-                check_close(once, expected, times * limits{6.6e-3, 6.6e-3, 8.5e-3});
+                check_close(once, expected, {6.6e-3, 6.6e-3, 8.5e-3});
             }
         };
-        check(cpx::serial(), 1);
-        check(cpx::scan(), 2);
+        check(cpx::serial());
+        check(cpx::scan());
     }
 
     TEST_CASE("the gated delta rule and a decay a head over four GPUs are the host's, by serial with the bits of one") {
