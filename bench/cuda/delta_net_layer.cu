@@ -291,8 +291,8 @@ class one_operator {
 public:
     gpu::communicator& comm;
 
-    one_operator(Net const& net, gpu::communicator& by)
-        : comm(by), where_(net.sharding()), net_(net), states_(by), times_(by.stream(), false) {}
+    one_operator(Net const& net, gpu::communicator& by, cpx::capacity const& most)
+        : comm(by), where_(net.sharding()), net_(net), states_(by, most), times_(by.stream(), false) {}
     gpu::state_exchange& carrier() { return states_; }
     void ended(auto const&...) const {}
     void ended_states(auto const&...) const {}
@@ -394,12 +394,13 @@ void run(char const* name, S const& where, Mix const& mix, cpx::nccl& ranks, boo
     });
 }
 
-/// The same of an operator, which `make(rank)` returns.
+/// The same of an operator, which `make(rank)` returns. `most`: of the batches that it is prepared for.
 template <class S, class Make>
-void run_operator(char const* name, S const& where, cpx::nccl& ranks, Make const& make) {
+void run_operator(char const* name, S const& where, cpx::nccl& ranks, Make const& make,
+                  cpx::capacity const& most = {}) {
     time_layer(name, where, ranks, [&](gpu::communicator& comm) {
         auto const net = make(comm.rank());
-        return std::make_unique<one_operator<std::remove_const_t<decltype(net)>>>(net, comm);
+        return std::make_unique<one_operator<std::remove_const_t<decltype(net)>>>(net, comm, most);
     });
 }
 
@@ -429,10 +430,12 @@ std::string measure(int rank, int count) {
     if (count == 1) return "";
     using by_heads = cpx::head_sharded<>;
     by_heads const mix(count, batch, config.sections()), output(count, batch, config.output_sections());
-    run_operator("gated_delta_net, by heads", where, *ranks, [&](int own) {
+    auto const make = [&](int own) {
         return cpx::gated_delta_net(cpx::carry<cpx::serial>(mix, own), relayout(where, mix, own),
                                     relayout(output, where, own), config);
-    });
+    };
+    run_operator("gated_delta_net, by heads", where, *ranks, make);
+    run_operator("the same, prepared for any batch", where, *ranks, make, {tokens, 16});
     run<element, cpx::scan>("in place, scan", where, where, *ranks);
     run<element, cpx::serial>("every row on every rank", where, everywhere, *ranks);
     return "";

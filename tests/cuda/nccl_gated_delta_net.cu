@@ -532,17 +532,19 @@ TEST_SUITE("cuda") {
                               });
             }
             using by_heads = cpx::head_sharded<>;
-            on_gpu<float> by(comm, stream, meet);
-            for (auto const& list : batches)
-                for (cpx::delta_rule_heads const& heads :
-                     {cpx::delta_rule_heads{2, 4, 32, 16}, {2, 2, 32, 32}, {4, 4, 16, 16}})
-                    check(by, list, {24, heads, 4, 64, 1e-6}, [&](by_tokens const& sharding, auto const& config) {
-                        by_heads const mix(2, sharding.batch(), config.sections()),
-                            back(2, sharding.batch(), config.output_sections());
-                        return cpx::gated_delta_net(cpx::carry<cpx::serial>(mix, comm.rank()),
-                                                    relayout(sharding, mix, comm.rank()),
-                                                    relayout(back, sharding, comm.rank()), config);
-                    });
+            for (cpx::capacity const most : {cpx::capacity{}, {80, 5}}) {
+                on_gpu<float> by(comm, stream, meet, most);
+                for (auto const& list : batches)
+                    for (cpx::delta_rule_heads const& heads :
+                         {cpx::delta_rule_heads{2, 4, 32, 16}, {2, 2, 32, 32}, {4, 4, 16, 16}})
+                        check(by, list, {24, heads, 4, 64, 1e-6}, [&](by_tokens const& sharding, auto const& config) {
+                            by_heads const mix(2, sharding.batch(), config.sections()),
+                                back(2, sharding.batch(), config.output_sections());
+                            return cpx::gated_delta_net(cpx::carry<cpx::serial>(mix, comm.rank()),
+                                                        relayout(sharding, mix, comm.rank()),
+                                                        relayout(back, sharding, comm.rank()), config);
+                        });
+            }
             meet();
         });
     }

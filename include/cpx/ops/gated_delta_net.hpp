@@ -195,7 +195,7 @@ public:
     /// `by`: a transport of the host; or, of tensors in any memory, what the layer runs on: `comm`, their communicator,
     /// `carrier()`, by which states are carried, and what `host_products` has; its `ended` are called when an operator
     /// has exchanged, with what a forward's has sent. On devices `carrier()` is the communicator, or a
-    /// `cuda::state_exchange`: with one, calls in place but the first, and by heads but the first of a batch, only
+    /// `cuda::state_exchange`: with one, calls but the first, or without its capacity the first of a batch, only
     /// enqueue work, unless they go on from states or add up in the order of the batch; and relayouts by heads, there
     /// and back, are not `comm`'s but end with `ended(plan, width)`.
     /// `memory`: states to go on from, for decoding, and what the backward needs, see `gated_delta_net_backward`.

@@ -135,7 +135,7 @@ void with_exchange(call_of_exchange<T, S> const& call, cuda::communicator& comm,
 template <class T, any_sharding S, class F>
 void with_exchange(call_of_exchange<T, S> call, cuda::state_exchange& layers, caller here, F&& f) {
     if (call.of.go_on) return with_exchange(call, layers.ranks(), here, f);
-    if (!S::every_row) call.of.most = layers.most(); // else no capacity is asked for, and ranks prepare alone
+    call.of.most = layers.most();
     bool const later = call.of.most.rows > 0;
     auto& by = layers.template kept<cuda::conv_exchange<T, S>>(
         {2 * call.heads + (call.after != nullptr), call.before.reach, call.x.width(), call.x.stride()},

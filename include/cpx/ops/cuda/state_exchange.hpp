@@ -30,15 +30,16 @@ struct rule_calls {
 /// What recurrences need to hand states on between GPUs: made once, for every layer and batch of one kind of carry,
 /// whose states and maps are as large; and what else layers around them make for one call and keep for others.
 ///
-/// An operator that is given one instead of a communicator only enqueues its work, from its second call on; a layer by
-/// heads, and one without `most`, from the second call of a batch: graphs of it end before that of another. Belongs to
+/// An operator that is given one instead of a communicator only enqueues its work, from its second call on; a layer
+/// whose exchange has no `most`, from the second call of a batch: graphs of it end before that of another. Belongs to
 /// the communicator, which outlives it; calls are collective, in the same order on all ranks.
 class state_exchange {
 public:
     template <class T>
     using buffer = block<T>;
 
-    /// `most`: see `capacity`; none: what the first batch wants. `through`: `comm.through()`, for states to go through
+    /// `most`: see `capacity`, of the sharding that recurrences run on: by heads every rank has all rows; none: what the
+    /// first batch wants. `through`: `comm.through()`, for states to go through
     /// memory that all ranks reach; null: they are sent, which takes as long and leaves multiprocessors to others while
     /// a rank that is early waits. A captured call is replayed with its own batch.
     explicit state_exchange(communicator& comm, capacity most = {}, peer_resource* through = nullptr)
