@@ -11,16 +11,14 @@
 #include "delta_rule_roundings.hpp"
 #include "either_way.hpp"
 #include "group.hpp"
+#include "held_stream.hpp"
 
 #include <ops/on_ranks.hpp>
 #include <support/rejects.hpp>
 
-#include <atomic>
-#include <chrono>
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <thread>
 
 namespace {
 
@@ -645,9 +643,6 @@ TEST_SUITE("cuda") {
             return by_tokens(cpx::shard(batch, cpx::table(cpx::zigzag<>(2)), cpx::aligned<cpx::dynamic>(1)));
         };
         by_tokens const first = cut(lengths({130, 64, 70})), second = cut(lengths({3, 170, 91}));
-        struct gate {
-            std::atomic<bool> open = false, gave_up = false;
-        };
         group gpus(2);
         auto const check = [&](cpx::nccl& joined, auto const& meet, bool window) {
             cpx::cuda::stream const stream;
@@ -671,24 +666,12 @@ TEST_SUITE("cuda") {
             run(first);
             way.wait();
             meet();
-            gate held;
-            cpx::cuda::check(cudaLaunchHostFunc(
-                                 stream,
-                                 [](void* of) {
-                                     auto& until = *static_cast<gate*>(of);
-                                     auto const last = std::chrono::steady_clock::now() + std::chrono::seconds(5);
-                                     while (!until.open && !until.gave_up) {
-                                         until.gave_up = std::chrono::steady_clock::now() > last;
-                                         std::this_thread::sleep_for(std::chrono::microseconds(50));
-                                     }
-                                 },
-                                 &held),
-                             "cudaLaunchHostFunc");
+            held_stream held(stream);
             run(first); // only enqueued: the stream goes on when the host says so
             run(second);
-            held.open = true;
+            bool const enqueued = held.let_go();
             way.wait();
-            cpx::require(!held.gave_up, "test", "a call", "no wait for the device", "a wait");
+            cpx::require(enqueued, "test", "a call", "no wait for the device", "a wait");
             meet();
         };
         for (bool const window : {false, true})

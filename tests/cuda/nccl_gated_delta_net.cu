@@ -14,6 +14,7 @@
 
 #include "../../harness/net_parameters.hpp"
 #include "group.hpp"
+#include "held_stream.hpp"
 
 #include <ops/backward.hpp>
 #include <support/rejects.hpp>
@@ -90,12 +91,15 @@ template <class T>
 struct on_gpu {
     meeting comm;
     cpx::cuda::state_exchange states;
+    bool meets = true; ///< whether ranks do when an operator has exchanged
 
     on_gpu(cpx::nccl& joined, cudaStream_t in, std::function<void()> const& all, cpx::capacity most = {})
         : comm(joined, in, all), states(comm, most) {}
     cpx::cuda::state_exchange& carrier() { return states; }
-    void ended(auto const&...) { comm.meet(); }
-    void ended_states(auto const&...) { comm.meet(); }
+    void ended(auto const&...) {
+        if (meets) comm.meet();
+    }
+    void ended_states(auto const&...) { ended(); }
     void linear(rows<T const> x, rows<T const> weight, rows<T> y) const {
         multiply<T>({x, weight, false, false, x.width(), 0, y});
     }
@@ -545,6 +549,54 @@ TEST_SUITE("cuda") {
                                                         relayout(back, sharding, comm.rank()), config);
                         });
             }
+            meet();
+        });
+    }
+
+    TEST_CASE("layers that are prepared for any batch only enqueue, in place and by heads, those of another one, too") {
+        if (!has_gpus(2)) return;
+        cpx::gated_delta_net_config const config{24, {2, 4, 32, 16}, 4, 64, 1e-6};
+        auto const first = support::lengths({40, 24, 9}), second = support::lengths({1, 0, 3, 2, 66});
+        group gpus(2);
+        gpus.run([&](cpx::nccl& joined, auto const& meet) {
+            cpx::cuda::stream const stream;
+            int const rank = joined.rank();
+            auto const check = [&](auto const& make) { // make(sharding) returns a layer
+                on_gpu<float> by(joined, stream, meet, {80, 5});
+                auto const memory = by.comm.memory();
+                auto const of = memory.template zeros<float>("test", {1 << 14});
+                auto sums = memory.template zeros<float>("test", {1 << 14});
+                auto const w = harness::net_parameters<float const>(of.data(), of.data(), config);
+                auto const run = [&](cpx::thd const& batch) {
+                    by_tokens const sharding = cpx::shard(batch, cpx::zigzag<>(2));
+                    auto const net = make(sharding);
+                    auto const tensor = [&] { return cpx::make_tensor<float>(sharding, rank, config.hidden, memory); };
+                    auto x = tensor(), y = tensor(), dx = tensor();
+                    typename decltype(make(sharding))::template saved_of<float, cpx::cuda::memory> saved;
+                    net(w, x, y, by, {{}, &saved});
+                    cpx::gated_delta_net_gradients<float, by_tokens, cpx::cuda::memory> const to{
+                        dx, harness::net_parameters(sums.data(), sums.data(), config), cpx::sum_order::by_rank};
+                    gated_delta_net_backward(net, w, x, saved, y, to, by);
+                };
+                meet();
+                run(first);
+                by.comm.meet();
+                by.meets = false;
+                held_stream held(stream);
+                run(first), run(second), run(first);
+                bool const enqueued = held.let_go();
+                by.comm.meet();
+                cpx::require(enqueued, "test", "calls of layers", "no wait for the device", "a wait");
+            };
+            check([&](by_tokens const& sharding) {
+                return cpx::gated_delta_net(cpx::carry<cpx::scan>(sharding, rank), config);
+            });
+            check([&](by_tokens const& sharding) {
+                cpx::head_sharded<> const mix(2, sharding.batch(), config.sections()),
+                    back(2, sharding.batch(), config.output_sections());
+                return cpx::gated_delta_net(cpx::carry<cpx::serial>(mix, rank), relayout(sharding, mix, rank),
+                                            relayout(back, sharding, rank), config);
+            });
             meet();
         });
     }
