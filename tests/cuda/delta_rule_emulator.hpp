@@ -9,6 +9,7 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <iterator>
 #include <vector>
 
 namespace emulator {
@@ -87,7 +88,7 @@ struct head {
     Index first = 0; ///< the token of its sequence that the first row is
     format round = bfloat16;
     std::vector<Index> cuts = {}; ///< rows, ascending, at which segments begin, but the first
-    bool scan = false;            ///< whether states before these are made of steps of segments
+    bool scan = false;            ///< whether states before and after these are made of steps of segments
 };
 struct results {
     matrix o, last, dq, dk, dv, dstate;
@@ -127,11 +128,13 @@ inline results run(head const& in) {
               matrix(tokens, values), in.dlast, vector(tokens),       vector(tokens)};
     std::vector<chunk> chunks;
     std::vector<matrix> states, writes, maps(1); // M of segments but the first
-    matrix before, end = in.state;               // a segment, and E of it
+    matrix before;                               // the segment: its state or, on the way back, the gradient of that
+    matrix end = in.state;                       // E of the segment so far; of the first the state after it
+    auto const joined = [&] { return maps.size() > 1 ? maps.back() * before + end : end; };
     for (Index begin = 0; begin < tokens; begin += chunks.back().q.rows()) {
         auto const next = std::ranges::upper_bound(in.cuts, begin);
         if (in.scan && next != in.cuts.begin() && *std::prev(next) == begin) {
-            r.last = maps.size() > 1 ? maps.back() * before + end : end;
+            r.last = joined();
             before = r.last, end.setZero();
             maps.push_back(matrix::Identity(keys, keys));
         }
@@ -149,6 +152,7 @@ inline results run(head const& in) {
         step(end, c.v);
         if (maps.size() > 1) step(maps.back(), matrix::Zero(c.q.rows(), keys));
     }
+    if (in.scan && tokens > 0) r.last = joined();
     end = in.dlast;
     for (Index i = std::ssize(chunks) - 1; i >= 0; --i) {
         auto const at = static_cast<std::size_t>(i);

@@ -191,7 +191,7 @@ TEST_SUITE("cuda") {
             CHECK(got.path == core_path<T>());
             check_close(got, exact, {finer<T>() * 4.5e-3, finer<T>() * 5.5e-3, finer<T>() * 6e-3});
             if (got.path == delta_rule_path::plain) continue;
-            check_roundings<T>(p, got, exact, scan ? cuts{cut_at_multiples(p, 32 * 64), true} : cuts{});
+            check_roundings<T>(p, got, exact, scan ? cuts{cut_at_multiples(p, 32 * 64), cuts::stretches} : cuts{});
         }
     }
 
@@ -343,7 +343,7 @@ TEST_SUITE("cuda") {
                 auto const got = on_gpu<T>(p, false), exact = on_host(p, false);
                 check_close(got, exact, most_of<T>(what, key));
                 if (got.path == delta_rule_path::tensor_cores)
-                    check_roundings<T>(p, got, exact, {cut_at_multiples(p, 3 * 64), true});
+                    check_roundings<T>(p, got, exact, {cut_at_multiples(p, 3 * 64), cuts::stretches});
                 CHECK(on_ranks::same_bits(got.o, on_gpu<T>(p, false).o));
             }
         }

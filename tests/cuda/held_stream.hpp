@@ -28,10 +28,12 @@ public:
     }
     held_stream(held_stream const&) = delete;
     held_stream& operator=(held_stream const&) = delete;
-    /// Waits until the stream has gone on.
+    /// Waits until the stream has gone on, as it does within 5 seconds, unless a kernel has failed: then it never does.
     ~held_stream() {
         static_cast<void>(let_go());
-        while (!done_) std::this_thread::sleep_for(std::chrono::microseconds(50));
+        auto const last = std::chrono::steady_clock::now() + std::chrono::seconds(6);
+        while (!done_ && std::chrono::steady_clock::now() < last)
+            std::this_thread::sleep_for(std::chrono::microseconds(50));
     }
     /// Lets the stream go on, and returns whether it has not done so before.
     bool let_go() {

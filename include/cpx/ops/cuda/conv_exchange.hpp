@@ -128,7 +128,7 @@ private:
         : comm_(comm),
           sharding_(compared(before, channels, comm, after ? "halo before and after" : "halo", of.alike, here)),
           first_(sharding_), later_(of.most.rows > 0), go_on_(of.go_on),
-          beside_(later_ ? cpx::detail::most_beside(before.sharding, before.reach, of.most, here) : 0),
+          beside_(later_ && !before.local ? cpx::detail::most_beside(before.sharding, before.reach, of.most, here) : 0),
           plan_(before, after,
                 {of.most.rows, later_ ? cpx::detail::most_segments(before.sharding, of.most, here) : 0, go_on_}, here),
           channels_(channels), backward_(after != nullptr) {

@@ -38,10 +38,10 @@ public:
     template <class T>
     using buffer = block<T>;
 
-    /// `most`: see `capacity`, of the sharding that recurrences run on: by heads every rank has all rows; none: what the
-    /// first batch wants. `through`: `comm.through()`, for states to go through
-    /// memory that all ranks reach; null: they are sent, which takes as long and leaves multiprocessors to others while
-    /// a rank that is early waits. A captured call is replayed with its own batch.
+    /// `most`: of the batches that come, on the sharding where recurrences run; by heads a rank has all rows there. None:
+    /// what the first batch wants. `through`: `comm.through()`, for states to go through memory that all ranks reach;
+    /// null: they are sent, which takes as long and leaves multiprocessors to others while a rank that is early waits.
+    /// The first call of a batch is not captured, and a graph is replayed while its batch is the last one of a call.
     explicit state_exchange(communicator& comm, capacity most = {}, peer_resource* through = nullptr)
         : comm_(comm), most_(most), through_(through) {}
     template <class X = void>
