@@ -31,17 +31,17 @@ struct rule_calls {
 /// whose states and maps are as large; and what else layers around them make for one call and keep for others.
 ///
 /// An operator that is given one instead of a communicator only enqueues its work, from its second call on; a layer
-/// whose exchange has no `most`, from the second call of a batch: graphs of it end before that of another. Belongs to
-/// the communicator, which outlives it; calls are collective, in the same order on all ranks.
+/// that is given one without `most`, from the second call of a batch: graphs of it end before that of another. Belongs
+/// to the communicator, which outlives it; calls are collective, in the same order on all ranks.
 class state_exchange {
 public:
     template <class T>
     using buffer = block<T>;
 
-    /// `most`: of the batches that come, on the sharding where recurrences run; by heads a rank has all rows there. None:
-    /// what the first batch wants. `through`: `comm.through()`, for states to go through memory that all ranks reach;
-    /// null: they are sent, which takes as long and leaves multiprocessors to others while a rank that is early waits.
-    /// The first call of a batch is not captured, and a graph is replayed while its batch is the last one of a call.
+    /// `most`: of the batches that come, on the sharding where recurrences run, where by heads a rank has all rows;
+    /// none: what the first batch wants. `through`: `comm.through()`, for states to go through memory that all ranks
+    /// reach; null: they are sent, which takes as long and leaves multiprocessors to others while a rank that is early
+    /// waits. The first call of a batch is not captured, and a graph is replayed while no call is of another one.
     explicit state_exchange(communicator& comm, capacity most = {}, peer_resource* through = nullptr)
         : comm_(comm), most_(most), through_(through) {}
     template <class X = void>
