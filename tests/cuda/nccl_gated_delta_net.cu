@@ -12,6 +12,7 @@
 
 #include <doctest/doctest.h>
 
+#include "../../harness/graph.hpp"
 #include "../../harness/net_parameters.hpp"
 #include "group.hpp"
 #include "held_stream.hpp"
@@ -25,6 +26,7 @@
 #include <functional>
 #include <mutex>
 #include <type_traits>
+#include <utility>
 
 namespace {
 
@@ -66,11 +68,30 @@ public:
     }
 };
 
+/// The same out of memory that is there before, and is given once: what a capture allocates is not there yet, and what
+/// looks at a pointer takes it for the host's.
+class poisoned_once final : public cpx::cuda::memory_resource {
+public:
+    void* allocate(std::size_t bytes, cudaStream_t in) override {
+        auto const taken = static_cast<index_t>((bytes + 255) / 256 * 256);
+        cpx::require(taken_ + taken <= all_.size(), "test", "bytes of memory", all_.size(), taken_ + taken);
+        void* const memory = all_.data() + std::exchange(taken_, taken_ + taken);
+        cpx::cuda::check(cudaMemsetAsync(memory, 0xff, bytes, in), "cudaMemsetAsync");
+        return memory;
+    }
+    void deallocate(void*, std::size_t, cudaStream_t) noexcept override {}
+
+private:
+    cpx::cuda::buffer<char> all_{1 << 26};
+    index_t taken_ = 0;
+};
+
 /// A communicator in whose exchanges all ranks meet: none allocates memory while another one's exchange waits for it.
 class meeting : public cpx::cuda::communicator {
 public:
-    meeting(cpx::nccl& joined, cudaStream_t in, std::function<void()> const& all)
-        : communicator(joined, in, poisoned::resource()), all_(all) {}
+    meeting(cpx::nccl& joined, cudaStream_t in, std::function<void()> const& all,
+            cpx::cuda::memory_resource& from = poisoned::resource())
+        : communicator(joined, in, from), all_(all) {}
     template <class T>
     void exchange(cpx::plan const& p, rows<T const> const& from, rows<T> const& to,
                   cpx::caller here = cpx::caller::here()) {
@@ -93,8 +114,9 @@ struct on_gpu {
     cpx::cuda::state_exchange states;
     bool meets = true; ///< whether ranks do when an operator has exchanged
 
-    on_gpu(cpx::nccl& joined, cudaStream_t in, std::function<void()> const& all, cpx::capacity most = {})
-        : comm(joined, in, all), states(comm, most) {}
+    on_gpu(cpx::nccl& joined, cudaStream_t in, std::function<void()> const& all, cpx::capacity most = {},
+           cpx::cuda::memory_resource& from = poisoned::resource())
+        : comm(joined, in, all, from), states(comm, most) {}
     cpx::cuda::state_exchange& carrier() { return states; }
     void ended(auto const&...) {
         if (meets) comm.meet();
@@ -567,7 +589,8 @@ TEST_SUITE("cuda") {
         });
     }
 
-    TEST_CASE("layers that are prepared for any batch only enqueue, in place and by heads, those of another one, too") {
+    TEST_CASE("layers that are prepared for any batch only enqueue, in place and by heads, also another one, and are "
+              "captured") {
         if (!has_gpus(2)) return;
         cpx::gated_delta_net_config const config{24, {2, 4, 32, 16}, 4, 64, 1e-6};
         auto const first = support::lengths({40, 24, 9}), second = support::lengths({1, 0, 3, 2, 66});
@@ -576,31 +599,59 @@ TEST_SUITE("cuda") {
             cpx::cuda::stream const stream;
             int const rank = joined.rank();
             auto const check = [&](auto const& make) { // make(sharding) returns a layer
-                on_gpu<float> by(joined, stream, meet, {80, 5});
+                poisoned_once from;
+                on_gpu<float> by(joined, stream, meet, {80, 5}, from);
                 auto const memory = by.comm.memory();
-                auto const of = memory.template zeros<float>("test", {1 << 14});
-                auto sums = memory.template zeros<float>("test", {1 << 14});
+                support::splitmix numbers(31);
+                auto const random = [&](std::ptrdiff_t count) { return on_ranks::uniform<float>(numbers, count, 1); };
+                cpx::cuda::buffer<float> const of{std::span<float const>(random(1 << 14))};
+                cpx::cuda::buffer<float> sums(of.size());
                 auto const w = harness::net_parameters<float const>(of.data(), of.data(), config);
-                auto const run = [&](cpx::thd const& batch) {
-                    by_tokens const sharding = cpx::shard(batch, cpx::zigzag<>(2));
+                // Writes y, dx and sums, of which y is the gradient of y, too.
+                auto const run = [&](by_tokens const& sharding, auto const& x, auto& y, auto& dx) {
                     auto const net = make(sharding);
-                    auto const tensor = [&] { return cpx::make_tensor<float>(sharding, rank, config.hidden, memory); };
-                    auto x = tensor(), y = tensor(), dx = tensor();
                     typename decltype(make(sharding))::template saved_of<float, cpx::cuda::memory> saved;
+                    cpx::cuda::check(cudaMemsetAsync(sums.data(), 0, (1 << 14) * sizeof(float), stream), "memset");
                     net(w, x, y, by, {{}, &saved});
                     cpx::gated_delta_net_gradients<float, by_tokens, cpx::cuda::memory> const to{
                         dx, harness::net_parameters(sums.data(), sums.data(), config), cpx::sum_order::by_rank};
                     gated_delta_net_backward(net, w, x, saved, y, to, by);
                 };
+                auto const tensor = [&](by_tokens const& sharding) {
+                    return cpx::make_tensor<float>(sharding, rank, config.hidden, memory);
+                };
+                auto const run_apart = [&](cpx::thd const& batch) {
+                    by_tokens const sharding = cpx::shard(batch, cpx::zigzag<>(2));
+                    auto const x = tensor(sharding);
+                    auto y = tensor(sharding), dx = tensor(sharding);
+                    run(sharding, x, y, dx);
+                };
                 meet();
-                run(first);
+                run_apart(first);
                 by.comm.meet();
                 by.meets = false;
-                held_stream held(stream);
-                run(first), run(second), run(first);
-                bool const enqueued = held.let_go();
-                by.comm.meet();
-                cpx::require(enqueued, "test", "calls of layers", "no wait for the device", "a wait");
+                {
+                    held_stream held(stream);
+                    run_apart(first), run_apart(second), run_apart(first);
+                    bool const enqueued = held.let_go();
+                    by.comm.meet();
+                    cpx::require(enqueued, "test", "calls of layers", "no wait for the device", "a wait");
+                }
+                by_tokens const sharding = cpx::shard(first, cpx::zigzag<>(2));
+                auto x = tensor(sharding), y = tensor(sharding), dx = tensor(sharding);
+                auto const got = [&] {
+                    by.comm.meet();
+                    return std::array{y.read(), dx.read(), sums.read()};
+                };
+                harness::graph const graph(stream, [&] { run(sharding, x, y, dx); });
+                for (int round = 0; round < 3; ++round) {
+                    x.write(random(std::ssize(x.elements())));
+                    graph.launch(stream);
+                    auto const replayed = got();
+                    run(sharding, x, y, dx);
+                    cpx::require(got() == replayed, "test", "results of a graph", "those of a call", "others");
+                    cpx::require(replayed[0] != floats(replayed[0].size()), "test", "results", "some", "zeros");
+                }
             };
             check([&](by_tokens const& sharding) {
                 return cpx::gated_delta_net(cpx::carry<cpx::scan>(sharding, rank), config);

@@ -42,6 +42,7 @@ public:
     /// none: what the first batch wants. `through`: `comm.through()`, for states to go through memory that all ranks
     /// reach; null: they are sent, which takes as long and leaves multiprocessors to others while a rank that is early
     /// waits. The first call of a batch is not captured, and a graph is replayed while no call is of another one.
+    /// Layers are captured with a memory resource whose memory is there before, for what a capture allocates is not.
     explicit state_exchange(communicator& comm, capacity most = {}, peer_resource* through = nullptr)
         : comm_(comm), most_(most), through_(through) {}
     template <class X = void>
